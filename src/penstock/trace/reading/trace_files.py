@@ -5,7 +5,7 @@
 
 In a folder, a file's name shows whether it is a trace. JSON and text may be anything, so a JSON or text file
 counts only if its first bytes look like a trace. Invariants: memory is bounded whatever the file's size;
-everything that can be decompressed is delivered, and the rest is reported.
+everything that can be decompressed is delivered, unless damage is everywhere, and the rest is reported.
 """
 
 import glob
@@ -269,6 +269,9 @@ _UNPACKED_BYTES: Final = 16 << 20
 """A file that unpacks to more than both limits allow is not a trace: a trace's times differ from event to
 event.
 """
+_RESCUED_BYTES: Final = 1 << 14
+_REREAD_BYTES: Final = 64 << 20
+"""What is read again of a small file, to find gzip members after damage; of a large one, 4 times its size."""
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
@@ -299,18 +302,18 @@ def find_lines(path: Path, *marks: bytes) -> Iterator[bytes]:
 
 def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Split the pieces of a file so that each ends after a newline; a last line without newline gets one."""
-    carry = b""
+    carry = bytearray()
     for piece in pieces:
         stop = piece.rfind(b"\n") + 1
         is_too_long = len(carry) >= _LINE_LIMIT_BYTES
         if stop:
             start = piece.find(b"\n") if is_too_long else 0
-            yield (carry[:_KEPT_BYTES] if is_too_long else carry) + piece[start:stop]
-            carry = piece[stop:]
+            yield bytes(carry[:_KEPT_BYTES] if is_too_long else carry) + piece[start:stop]
+            carry = bytearray(piece[stop:])
         elif not is_too_long:
             carry += piece
     if carry:
-        yield (carry if len(carry) < _LINE_LIMIT_BYTES else carry[:_KEPT_BYTES]) + b"\n"
+        yield bytes(carry if len(carry) < _LINE_LIMIT_BYTES else carry[:_KEPT_BYTES]) + b"\n"
 
 
 def read_pieces(
@@ -328,10 +331,10 @@ def read_pieces(
                     advance(len(piece))
                     yield piece
                 return
-            num_unpacked = 0
-            for piece in _read_members(file, report_fault, advance):
+            size_bytes, num_unpacked = os.fstat(file.fileno()).st_size, 0
+            for piece in _read_members(file, size_bytes, report_fault, advance):
                 num_unpacked += len(piece)
-                if num_unpacked > max(_UNPACKED_BYTES, _LARGEST_RATIO * file.tell()):
+                if num_unpacked > max(_UNPACKED_BYTES, _LARGEST_RATIO * size_bytes):
                     report_fault(f"unpacks to over {_LARGEST_RATIO} times its size: the rest was not read")
                     return
                 yield piece
@@ -340,11 +343,21 @@ def read_pieces(
 
 
 def _read_members(
-    file: BinaryIO, report_fault: Callable[[str], None], advance: Callable[[int], None]
+    file: BinaryIO, size_bytes: int, report_fault: Callable[[str], None], advance: Callable[[int], None]
 ) -> Iterator[bytes]:
-    at: int | None = 0
-    while at is not None:
-        at = yield from _read_member(file, at, report_fault, advance)
+    num_read, at = 0, 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+        advance(num_bytes)
+
+    while (after := (yield from _read_member(file, at, report_fault, count))) is not None:
+        at = after
+        # The next member is looked for from each damaged one on, and so bytes are read again.
+        if num_read - at > max(_REREAD_BYTES, 4 * size_bytes):
+            report_fault(f"too many gzip members are damaged: nothing from byte {at} on was read")
+            return
 
 
 def _read_member(
@@ -371,9 +384,11 @@ def _read_member(
         return _find_member(file, at + 1)
     end = file.tell() - len(decompressor.unused_data)
     file.seek(end)
-    rest = file.read(_READ_BYTES)
-    if rest.startswith(_GZIP_MAGIC):
+    rest = file.read(len(_GZIP_MAGIC))
+    if rest == _GZIP_MAGIC:
+        advance(-len(decompressor.unused_data))
         return end
+    rest += file.read(_READ_BYTES)
     if not rest.strip(b"\0") and len(rest) < _READ_BYTES:
         return None
     report_fault(f"bytes from {end} onward are not a gzip member")
@@ -383,17 +398,19 @@ def _read_member(
 def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
     """Yield the rest of the damaged member at `at` that can still be decoded."""
     file.seek(at)
-    decompressor = zlib.decompressobj(wbits=31)
-    # If it gets single bytes, zlib returns everything that it decodes before the damage.
-    try:
-        while read := file.read(256):
-            for number in range(len(read)):
-                piece = decompressor.decompress(read[number : number + 1])
-                if len(piece) > num_delivered:
-                    yield piece[num_delivered:]
-                num_delivered = max(0, num_delivered - len(piece))
-    except zlib.error:
-        return
+    decompressor, step = zlib.decompressobj(wbits=31), _RESCUED_BYTES
+    # zlib returns nothing of a piece with damage, so that smaller and smaller pieces lead up to it.
+    while step and not decompressor.eof and (read := file.read(step)):
+        before = decompressor.copy()
+        try:
+            piece = decompressor.decompress(read)
+        except zlib.error:
+            file.seek(-len(read), os.SEEK_CUR)
+            decompressor, step = before, step // 2
+            continue
+        if len(piece) > num_delivered:
+            yield piece[num_delivered:]
+        num_delivered = max(0, num_delivered - len(piece))
 
 
 def _find_member(file: BinaryIO, at: int) -> int | None:

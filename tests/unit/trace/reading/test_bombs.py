@@ -12,6 +12,7 @@ from penstock.trace.reading.json_lines import parse_line
 from penstock.trace.trace_set import read_trace_file
 
 MIB = 1 << 20
+GZIP_HEAD = b"\x1f\x8b\x08" + bytes(6) + b"\x03"
 EVENT = b'{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{}},\n'
 
 
@@ -37,6 +38,30 @@ def test_a_file_that_unpacks_to_much_more_than_a_trace_is_read_in_part(
 ) -> None:
     account = account_of(tmp_path / "x.json.gz", content)
     assert account.faults[0] == "unpacks to over 100 times its size: the rest was not read"
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        pytest.param(GZIP_HEAD + b"\x07", id="of no type"),
+        pytest.param(GZIP_HEAD + b"\x00\xff\xff\x00\x00", id="that go on into the next ones"),
+        pytest.param(gzip.compress(b"") + b"x", id="with something between them"),
+    ],
+)
+def test_gzip_members_are_not_looked_for_from_each_of_very_many_damaged_ones(
+    tmp_path: Path, member: bytes
+) -> None:
+    (tmp_path / "x.pfw.gz").write_bytes(member * (2 * MIB // len(member)))
+    num_read = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    reading = read_trace_file(TraceFile(path=tmp_path / "x.pfw.gz"), count)
+    assert list(reading.batches) == []
+    assert num_read < 80 * MIB  # without a limit, tens of GB
+    assert any("too many gzip members are damaged" in fault for fault in reading.account.faults)
 
 
 def test_a_pipe_in_place_of_the_count_of_events_is_not_waited_for(tmp_path: Path) -> None:
