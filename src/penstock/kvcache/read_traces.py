@@ -7,6 +7,7 @@ before it.
 
 import csv
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +19,8 @@ import numpy as np
 
 from penstock.errors import UsageError, name_some
 from penstock.kvcache.block_trace import BlockTrace, Integers, number_densely, offsets
-from penstock.storage.files.local_files import parse_json
+from penstock.storage.files.local_files import open_to_read, parse_json
+from penstock.trace.reading.trace_files import LARGEST_RATIO, UNPACKED_BYTES
 
 DEFAULT_BLOCK_TOKENS: Final = 512
 BAILIAN_BLOCK_TOKENS: Final = 16
@@ -262,18 +264,19 @@ def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
             return number_densely(np.array(flat, np.int64))
         except OverflowError:
             pass
-    names: dict[Any, int] = {}
-    return np.array([names.setdefault(block, len(names)) for block in flat], np.int64)
+    # As text, because a file may be made of numbers that all have the same hash.
+    names: dict[str, int] = {}
+    return np.array([names.setdefault(repr(block), len(names)) for block in flat], np.int64)
 
 
 def _chain_ids(rows: Sequence[_Request]) -> Integers:
     """Number the ids of single blocks so that each number stands for everything before it in its scope."""
-    names: dict[tuple[int, Any], int] = {}
+    names: dict[tuple[int, str], int] = {}
     numbered: list[int] = []
     for row in rows:
         prefix = -1 - row.scope
         for block in row.hash_ids:
-            prefix = names.setdefault((prefix, block), len(names))
+            prefix = names.setdefault((prefix, repr(block)), len(names))
             numbered.append(prefix)
     return np.array(numbered, np.int64)
 
@@ -376,13 +379,22 @@ def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = Non
 
 
 def _open_text(path: Path) -> TextIO:
-    with path.open("rb") as file:
-        beginning = file.read(8)
+    with open_to_read(path) as file:
+        beginning, size_bytes = file.read(8), os.fstat(file.fileno()).st_size
     for magic, command in _PACKED.items():
         if beginning.startswith(magic):
             raise UsageError("This trace is packed", where=str(path), fix=f"Unpack it first: {command}.")
     # utf-8-sig, because some programs begin a file with a byte order mark.
     if beginning.startswith(_GZIP):
+        # Counted before it is read, because a whole document may be one line.
+        most_bytes = max(UNPACKED_BYTES, LARGEST_RATIO * size_bytes)
+        with gzip.open(path) as packed:
+            if packed.seek(most_bytes + 1) > most_bytes:
+                raise UsageError(
+                    f"This trace unpacks to over {LARGEST_RATIO} times its size",
+                    where=str(path),
+                    fix="If you trust it, unpack it first: gzip -d.",
+                )
         return cast("TextIO", gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
     return path.open(encoding="utf-8-sig", newline="")
 

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import sys
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,26 @@ def line(timestamp: float = 0, tokens: int = 1000, blocks: tuple[int, ...] = (1,
 
 def blocks_of(trace: BlockTrace) -> list[list[int]]:
     return [part.tolist() for part in np.split(trace.block_ids, trace.first_block[1:-1])]
+
+
+def test_a_trace_that_unpacks_to_much_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(b'[{"conversations": "' + b"x" * (20 << 20)))
+    tracemalloc.start()
+    with pytest.raises(UsageError, match="unpacks to over 100 times its size"):
+        read_trace(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+
+
+def test_block_ids_with_the_same_hash_are_numbered_in_linear_time(tmp_path: Path) -> None:
+    ids = [number * sys.hash_info.modulus for number in range(30_000)]
+    path = written(tmp_path, {"chat_id": 1, **line(blocks=(*ids, ids[0]))})
+    began_s = time.process_time()
+    for kind in ("mooncake", "bailian"):
+        assert len(set(read_trace(path, kind=kind).block_ids.tolist())) == 30_000 + (kind == "bailian")
+    assert time.process_time() - began_s < 3  # by the square, 10 s and more
 
 
 def test_mooncake_lines_and_their_other_names_are_read(tmp_path: Path) -> None:

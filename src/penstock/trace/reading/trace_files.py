@@ -264,8 +264,8 @@ _LINE_LIMIT_BYTES: Final = 8 << 20
 """A longer line is not an event of a trace. Only its beginning is kept, so that memory stays bounded."""
 _KEPT_BYTES: Final = 1 << 16
 """The bytes that are kept of an overlong line: enough to salvage an event."""
-_LARGEST_RATIO: Final = 100
-_UNPACKED_BYTES: Final = 16 << 20
+LARGEST_RATIO: Final = 100
+UNPACKED_BYTES: Final = 16 << 20
 """A file that unpacks to more than both limits allow is not a trace: a trace's times differ from event to
 event.
 """
@@ -334,8 +334,8 @@ def read_pieces(
             size_bytes, num_unpacked = os.fstat(file.fileno()).st_size, 0
             for piece in _read_members(file, size_bytes, report_fault, advance):
                 num_unpacked += len(piece)
-                if num_unpacked > max(_UNPACKED_BYTES, _LARGEST_RATIO * size_bytes):
-                    report_fault(f"unpacks to over {_LARGEST_RATIO} times its size: the rest was not read")
+                if num_unpacked > max(UNPACKED_BYTES, LARGEST_RATIO * size_bytes):
+                    report_fault(f"unpacks to over {LARGEST_RATIO} times its size: the rest was not read")
                     return
                 yield piece
     except OSError as error:
