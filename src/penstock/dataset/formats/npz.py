@@ -180,6 +180,7 @@ _METHODS: Final[Mapping[Compression, int]] = MappingProxyType(
 _UNPACKING: Final = (lzma.LZMAError, OSError, KeyError, ValueError, NotImplementedError, RuntimeError)
 """The exceptions that zipfile and its decompressors raise for damaged members."""
 _STEP_BYTES: Final = 1 << 20
+_INFLATED_BYTES: Final = 1 << 12
 
 
 def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
@@ -274,13 +275,17 @@ class CompressedNpzFormat(StackedFormat):
     ) -> fp.Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)
-        head = stacked_header(plan)
+        head, inflated = stacked_header(plan), bytearray()
+        size_bytes = len(head) + plan.num_samples * plan.sample_bytes
         try:
-            with zipfile.ZipFile(whole) as archive:
-                text = memoryview(archive.read("x.npy"))
+            with zipfile.ZipFile(whole) as archive, archive.open("x.npy") as file:
+                # The archive may lie about its size, and bzip2 unpacks a whole read at once.
+                while len(inflated) <= size_bytes and (piece := file.read(_INFLATED_BYTES)):
+                    inflated += piece
         except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
             raise fp.make_damage_error(plan, str(error)) from error
-        if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
+        text = memoryview(inflated).toreadonly()
+        if text[: len(head)] != head or text.nbytes != size_bytes:
             raise fp.make_damage_error(plan, "its array has a different shape than planned")
         return unstack(plan, text[len(head) :], samples)
 

@@ -1,5 +1,8 @@
 """Writing and verifying one file: what is left behind by failures, and how damage is described."""
 
+import io
+import tracemalloc
+import zipfile
 from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
@@ -302,3 +305,20 @@ def test_the_first_byte_that_differs_is_found(at: int) -> None:
     with pytest.raises(FirstDifference) as caught:
         DataFileChecker(CONTENT, storage.open("some"), _never).raw(bytes(text))
     assert caught.value.offset == at
+
+
+@pytest.mark.parametrize("told_bytes", [None, 100])
+def test_an_archive_that_unpacks_to_more_than_planned_is_not_kept_whole(told_bytes: int | None) -> None:
+    kind, plan, storage = _written(replace(_dataset(DataFormat.NPZ), compression=Compression.ZIP))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", bytes(100 << 20))
+        if told_bytes is not None:
+            archive.getinfo("x.npy").file_size = told_bytes
+    write_object(storage, "file", [packed.getvalue()])
+    tracemalloc.start()
+    with closing(storage.open("file")) as source, pytest.raises(StorageError, match="file is damaged"):
+        read_samples(kind, plan, kind.survey(plan, source), source, range(1))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 20 << 20
