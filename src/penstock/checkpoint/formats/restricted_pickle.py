@@ -264,6 +264,8 @@ def _require_tree(value: object) -> None:
     require(count(value) <= _MOST_REPEATED + 64 * num_parts, "its parts are repeated millions of times")
 
 
+_MOST_ALIKE = 1000
+
 UNREADABLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -298,9 +300,15 @@ class _Unpickler(pickle.Unpickler):
         try:
             # The unpickler's table of parts has a place for every number up to the largest one.
             number: Any
+            alike: dict[int, int] = {}
+            num_alike = 0
             for operation, number, _ in pickletools.genops(self._frame):
                 if operation.code in "pr":
                     require(0 <= number <= len(self._frame), "it numbers more parts than it can have")
+                elif type(number) is int and hash(number) != number:
+                    # As keys, numbers with one hash would take time by the square of how many they are.
+                    num_alike += alike.setdefault(hash(number), number) != number
+                    require(num_alike <= _MOST_ALIKE, "its numbers are chosen to have the same hash")
             value = self.load()
             if self._is_archive:
                 _require_tree(value)

@@ -211,11 +211,19 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
         TensorFacts(leaf.name, leaf.value.dtype, leaf.value.shape, element_type(leaf.value.dtype).size_bytes)
         for leaf in tensors
     )
+    num_elements = sum(math.prod(leaf.value.shape) for leaf in tensors)
     places: dict[str, tuple[int, int]] = {}
     for tensor in (inner for inner in inside(value) if isinstance(inner, TensorRef)):
         key = tensor.storage.key
         places[key] = places.get(key) or find(f"data/{key}")
         require_in_record(tensor, places[key][1], where)
+        num_elements += math.prod(tensor.shape)
+    if num_elements > (1 << 26) + 100 * size_bytes:
+        raise DataDamaged(
+            f"Its tensors repeat the {size_bytes:,} bytes of the archive to {num_elements:,} elements",
+            where=where,
+            fix="If you trust it, load it with torch.load, and save clones of its tensors.",
+        )
     rows = []
     for leaf in tensors:
         tensor, (begin, record_bytes) = leaf.value, places[leaf.value.storage.key]

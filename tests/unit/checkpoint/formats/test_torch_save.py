@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import struct
+import sys
 import zipfile
 from collections import OrderedDict
 from typing import Any
@@ -228,3 +229,19 @@ def test_references_to_anything_but_records_are_damage() -> None:
     ):
         with pytest.raises(DataDamaged, match="not a record of its archive"):
             read_torch_pickle(pickled, "here")
+
+
+def test_many_elements_that_stand_for_gigabytes_together_are_refused() -> None:
+    expanded = torch.zeros(1).expand(1 << 25)
+    for held in ({str(n): expanded[n:] for n in range(4)}, {str(n): [expanded[n:]] for n in range(4)}):
+        with pytest.raises(DataDamaged, match=r"repeat the .* bytes of the archive to .* elements"):
+            opened(saved(held))
+
+
+@pytest.mark.parametrize("wrap", [lambda number: number, lambda number: (number, "x")])
+def test_keys_that_are_chosen_to_have_the_same_hash_are_refused(wrap: Any) -> None:
+    alike = {wrap(number * sys.hash_info.modulus): None for number in range(1, 1200)}
+    with pytest.raises(DataDamaged, match="its numbers are chosen to have the same hash"):
+        opened(saved(alike))
+    various = {wrap((1 << 61) + number): None for number in range(5000)}
+    assert len(opened(saved(various)).value) == 5000
