@@ -57,7 +57,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
-from penstock.storage.files.local_files import require_own, sync_folder, write_durably
+from penstock.storage.files.local_files import read_document, require_own, sync_folder, write_durably
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import write_object
@@ -161,7 +161,7 @@ class FlushFolder:
             name = self._note(step)
             try:
                 with translate_os_errors("Reading", str(name)):
-                    found[step] = FlushNote.model_validate_json(name.read_bytes())
+                    found[step] = FlushNote.model_validate_json(read_document(name))
             except ObjectNotFound:
                 continue
             except ValidationError as error:
@@ -173,8 +173,9 @@ class FlushFolder:
     def remove(self, step: int, save_id: str = "") -> None:
         """Remove the note of the step, but not that of another save if `save_id` is given."""
         with suppress(FileNotFoundError, ValidationError):
-            if not save_id or FlushNote.model_validate_json(self._note(step).read_bytes()).save_id == save_id:
-                self._note(step).unlink()
+            note = self._note(step)
+            if not save_id or FlushNote.model_validate_json(read_document(note)).save_id == save_id:
+                note.unlink()
                 sync_folder(self.path)
 
     @contextmanager
@@ -206,8 +207,8 @@ class FlushFolder:
     def progress(self) -> FlushProgress:
         """Return the last report of the flusher."""
         try:
-            return FlushProgress.model_validate_json((self.path / "progress.json").read_bytes())
-        except (FileNotFoundError, ValidationError):
+            return FlushProgress.model_validate_json(read_document(self.path / "progress.json"))
+        except (OSError, ValidationError):
             return FlushProgress()
 
     def states(self) -> dict[int, FlushState]:

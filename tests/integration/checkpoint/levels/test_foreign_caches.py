@@ -12,10 +12,10 @@ from tests.support.command_line import run_command
 from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
 
 from penstock.checkpoint.formats.description import read_manifest
-from penstock.checkpoint.levels.flush import FlushFolder, FlushNote, start_detached
+from penstock.checkpoint.levels.flush import FlushFolder, FlushNote, FlushState, start_detached
 from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.manager import Manager
-from penstock.errors import AccessRefused
+from penstock.errors import AccessRefused, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,3 +161,15 @@ def test_names_do_not_begin_lines_of_the_log(cached: Path) -> None:
     folder.remove(3, note.save_id)
     wait_until(lambda: not daemons_below(cached), "the flusher ends")
     assert not [line for line in folder.log.read_text().splitlines() if line.startswith("ssh-rsa")]
+
+
+@pytest.mark.parametrize("name", ["progress.json", "step-3.json"])
+def test_a_pipe_in_place_of_a_note_or_of_the_progress_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = FlushFolder(tmp_path)
+    folder.put(2, FlushNote(save_id="x", durable="/d"))
+    os.mkfifo(folder.path / name)
+    if name == "progress.json":
+        assert folder.states() == {2: FlushState()}
+    else:
+        with pytest.raises(StorageError, match="not a file"):
+            folder.notes()
