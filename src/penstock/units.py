@@ -28,7 +28,9 @@ _SECOND_UNITS: Final = {
     "d": 86400.0,
     "w": 604800.0,
 }
-_QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-zµ]*)\s*")
+_QUANTITY: Final = re.compile(
+    r"\s*([0-9][0-9_]{0,99}(?:\.[0-9]{0,99})?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-zµ]*)\s*"
+)
 _BETWEEN_TIMES: Final = re.compile(r"(?<=[A-Za-zµ])\s+(?=[0-9])")
 _BINARY_STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 

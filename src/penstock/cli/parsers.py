@@ -46,9 +46,10 @@ def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]
     return _bounded("N", int, minimum, maximum, what="a whole number", example="8")
 
 
-def number(minimum: float = 0, maximum: float = 1e12) -> Parser[float]:
+def number(minimum: float = 0, maximum: float = 1e9) -> Parser[float]:
     """Make a parser of decimal numbers between inclusive bounds, which exclude infinity and NaN."""
-    return _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
+    bounded = _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
+    return _limited(bounded, f"{max(minimum, 1e-3):g}", f"{maximum:g}")
 
 
 N = TypeVar("N", int, float)
@@ -133,6 +134,21 @@ def with_unit(parser: Parser[N], example: str) -> Parser[N]:
     return Parser(parser.metavar, parse)
 
 
+def _limited(parser: Parser[N], smallest: str, largest: str) -> Parser[N]:
+    """Make a parser that accepts, besides 0, only values with which no sleep, quotient or sum overflows."""
+
+    def parse(text: str) -> N:
+        value = parser(text)
+        if value and not parser(smallest) <= value <= parser(largest):
+            raise UsageError(
+                f"{text!r} is out of range",
+                fix=f"Give a value from {smallest} to {largest}, or 0 if allowed.",
+            )
+        return value
+
+    return Parser(parser.metavar, parse)
+
+
 def parse_assignment(text: str) -> tuple[str, str]:
     """Split `NAME=VALUE` into a pair."""
     name, equals, value = text.partition("=")
@@ -143,14 +159,19 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 def parse_scale(text: str) -> Fraction:
     """Parse a share above 0 and up to 1, exactly as written: 0.01, 1/100 or 1%."""
+    amount, percent = text.removesuffix("%"), text.endswith("%")
     try:
-        is_percent = text.endswith("%")
-        scale = Fraction(text.removesuffix("%")) / (100 if is_percent else 1)
+        # An exact 1e-999999999 would fill the memory.
+        is_plain = "/" in amount or _SMALLEST_SCALE <= float(amount) <= 100
+        scale = Fraction(amount) / (100 if percent else 1) if is_plain else Fraction(0)
     except (ValueError, ZeroDivisionError) as error:
         raise UsageError(f"{text!r} is not a share", fix="Write 0.01, 1% or 1/100.") from error
-    if not 0 < scale <= 1:
-        raise UsageError(f"A scale of {text} is out of range", fix="Choose a value above 0, up to 1.")
+    if not _SMALLEST_SCALE <= scale <= 1:
+        raise UsageError(f"A scale of {text} is out of range", fix="Choose a value from 1e-9 to 1.")
     return scale
+
+
+_SMALLEST_SCALE: Final = Fraction(1, 10**9)
 
 
 def _list_workloads(_: str) -> Iterable[str]:
@@ -206,9 +227,9 @@ FILE = Parser("FILE", Path, completes="file")
 NEW_FILE = Parser("FILE", new_file, completes="file")
 NEW_PAGE = Parser("FILE", _new_page, completes="file")
 NEW_FOLDER = Parser("DIR", lambda text: new_file(f"{text}/report.html").parent, completes="dir")
-SIZE = with_unit(Parser("SIZE", parse_bytes), "4MiB or 512GiB")
-RATE = Parser("RATE", parse_rate)
-TIME = Parser("TIME", parse_seconds)
+SIZE = with_unit(_limited(Parser("SIZE", parse_bytes), "1B", "7EiB"), "4MiB or 512GiB")
+RATE = _limited(Parser("RATE", parse_rate), "1B/s", "7EiB/s")
+TIME = _limited(Parser("TIME", parse_seconds), "1ns", "36500d")
 SCALE = Parser("SHARE", parse_scale)
 SETTING = Parser("KEY=VALUE", str)
 ASSIGNMENT = Parser("NAME=VALUE", parse_assignment)

@@ -56,6 +56,47 @@ def test_numbers_that_nothing_has_are_refused(parser: Callable[[str], object], t
         parser(text)
 
 
+OUT_OF_RANGE = [
+    (parsers.TIME, "1e99"),
+    (parsers.TIME, "40000d"),
+    (parsers.TIME, "1e-99"),
+    (parsers.TIME, "9" * 5000),
+    (parsers.RATE, "1e39EB/s"),
+    (parsers.SIZE, "8EiB"),
+    (parsers.SIZE, "9" * 5000 + "B"),
+    (parsers.number(), "1e-300"),
+    (parsers.number(), "1e10"),
+    (parsers.several(parsers.number(1e-3, 1e7)), "5,1e-300"),
+    (parsers.SCALE, "1e-300"),
+    (parsers.SCALE, "1e-999999999"),
+    (parsers.SCALE, "1e999999999"),
+    (parsers.SCALE, "1/99999999999"),
+    (parsers.SCALE, "nan"),
+    (parsers.SCALE, "inf"),
+]
+"""With these, sleeps, quotients and sums overflow, or an exact value fills the memory."""
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"), OUT_OF_RANGE, ids=[f"{text[:20]}-{n}" for n, (_, text) in enumerate(OUT_OF_RANGE)]
+)
+def test_numbers_with_which_arithmetic_overflows_are_refused(
+    parser: Callable[[str], object], text: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser(text)
+    assert caught.value.fix
+    assert len(str(caught.value)) < 6000
+
+
+@pytest.mark.parametrize("parser", [parsers.TIME, parsers.number()])
+def test_zero_and_usual_values_are_in_range(parser: Callable[[str], float]) -> None:
+    assert parsers.number(1)("20000") == 20_000
+    assert parser("0") == 0
+    assert parser("1000") == 1000
+    assert parser("0.001") == 0.001
+
+
 @pytest.mark.parametrize("text", ["1e400", "1e300w", "1e308s"])
 def test_times_that_never_end_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a duration"):
