@@ -216,7 +216,7 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
     from penstock.results.counter_files import read_counters, summarize_activity
     from penstock.results.event_files import read_events, recompute_figures
     from penstock.results.run_comparison import summarize_run
-    from penstock.results.run_record import read_record
+    from penstock.results.run_record import RunOutcome, read_record
 
     summary = summarize_run(folder)
     terminal.notes(summary.notes)
@@ -231,6 +231,8 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
         if record.plan.get("kind") in PAGES:  # the run neither trains nor writes checkpoints
             try:
                 measured, view = _read_measured(folder, record.plan["kind"])
+                if record.outcome is not RunOutcome.FINISHED:
+                    terminal.note("This run has not finished; these are the parts that have.")
             except StorageError as error:  # the run did not finish, or another version wrote its figures
                 terminal.note(str(error))
         elif figures is None:  # show what the step events of an unfinished run yield

@@ -132,11 +132,20 @@ def probe(
     if results is not None:
         settings = RunSettings(results=results, command=command_line(), environment=environment, pages=PAGES)
         measure = partial(probe_in_folder, settings, request)
-    with terminal.progress() as progress:
-        report = measure(comm=comm, options=dict(storage), progress=progress)
-    terminal.notes(report.notes)
-    document = {"command": redact(command_line()), **asdict(report)}
-    terminal.result(document, view_probe(report))
+    finished: list[ProbeResult] = []
+    is_over = False
+    try:
+        with terminal.progress() as progress:
+            measure(comm=comm, options=dict(storage), progress=progress, keep=finished.append)
+        is_over = True
+    finally:
+        if finished:
+            report = finished[-1]
+            if not is_over:
+                terminal.note("The probe did not finish; these are the parts that did.")
+            terminal.notes(report.notes)
+            document = {"command": redact(command_line()), **asdict(report)}
+            terminal.result(document, view_probe(report))
     write_page(page, lambda: make_probe_page(report), terminal)
 
 

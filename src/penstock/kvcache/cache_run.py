@@ -339,12 +339,27 @@ def _left_as_asked(
 def _search_load(
     request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
 ) -> CacheResult:
-    """Find the largest load that meets the objective, and return its result. Collective."""
+    """Find the largest load that meets the objective, and return its result. Collective.
+
+    The result so far is written after each load, so that an interrupted search leaves it.
+    """
     objective_ms = request.objective_ms
     assert objective_ms is not None
     results: dict[float, CacheResult] = {}
+    points: list[LoadPoint] = []
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
     span_s = float(request.plan.operations["time_s"].max(initial=0.0))
+
+    def sum_up() -> CacheResult:
+        best = _best(points, objective_ms)
+        result = results[(best or points[-1]).speedup]
+        sustained = {
+            "objective_ms": objective_ms,
+            "users": None if best is None else int(request.users * best.speedup),
+            "requests_per_s": None if best is None else best.requests_per_s,
+            "points": [asdict(point) | {"meets": point.meets(objective_ms)} for point in points],
+        }
+        return replace(result, document=result.document | {"ceiling": ceiling, "sustained": sustained})
 
     def measure(speedup: float) -> LoadPoint:
         engine = replace(request.engine, speedup=speedup)
@@ -359,7 +374,7 @@ def _search_load(
         )
         times, planned = result.times, len(request.plan.in_storage)
         requests = request.plan.num_requests * (times.done / planned if planned else 1.0)
-        return LoadPoint(
+        point = LoadPoint(
             speedup=speedup,
             requests_per_s=requests / times.elapsed_s if times.elapsed_s else 0.0,
             load_p95_ms=times.loads.percentile_ms(95) or 0.0,
@@ -367,22 +382,19 @@ def _search_load(
             is_complete=result.is_right and times.done == planned,
             in_flight=(times.reads.sum_ns + times.writes.sum_ns) / max(times.elapsed_ns, 1) / comm.size,
         )
+        if speedup:
+            points.append(point)
+            if comm.rank == 0:
+                published_files.write_json(folder, FILE, sum_up().document)
+        return point
 
     first = request.engine.speedup
     if not first:
         # The pace that keeps the storage busy all the time: at small loads, measuring takes long.
         rate = measure(0.0).requests_per_s
         first = rate * span_s / request.plan.num_requests if rate and span_s else 1.0
-    best, points = find_sustained_load(measure, objective_ms=objective_ms, first=first)
-    result = results[(best or points[-1]).speedup]
-    sustained = {
-        "objective_ms": objective_ms,
-        "users": None if best is None else int(request.users * best.speedup),
-        "requests_per_s": None if best is None else best.requests_per_s,
-        "points": [asdict(point) | {"meets": point.meets(objective_ms)} for point in points],
-    }
-    document = result.document | {"ceiling": ceiling, "sustained": sustained}
-    return replace(result, document=document)
+    find_sustained_load(measure, objective_ms=objective_ms, first=first)
+    return sum_up()
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:

@@ -185,12 +185,16 @@ def probe(
     environment: Environment,
     options: Mapping[str, str],
     progress: Progress,
+    keep: Callable[[ProbeResult], object] = lambda _: None,
 ) -> ProbeResult:
-    """Measure what `request` specifies, with the storage options in `options`. Nothing is left behind."""
+    """Measure what `request` specifies, with the storage options in `options`. Nothing is left behind.
+
+    After each part, at each location, `keep` receives all that was measured so far.
+    """
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
-    probed: list[ProbeResult] = []
+    probed: tuple[ProbeResult, ...] = ()
     locations = probe_locations(request.uri)
     for location in locations:
         # Loads bypass the page cache, which would answer from memory.
@@ -199,9 +203,11 @@ def probe(
             with ProbeFolder(
                 location, folder_name, comm=comm, environment=environment, options=options
             ) as place:
-                probed.append(
-                    _probe_location(replace(request, parts=tuple(parts)), place, comm=comm, progress=progress)
-                )
+                before = probed
+                here = replace(request, parts=tuple(parts))
+                for result in _probe_location(here, place, comm=comm, progress=progress):
+                    probed = (*before, result)
+                    keep(reduce(add, probed))
     return reduce(add, probed)
 
 
@@ -215,6 +221,7 @@ def probe_in_folder(
     comm: Comm,
     options: Mapping[str, str],
     progress: Progress,
+    keep: Callable[[ProbeResult], object] = lambda _: None,
 ) -> ProbeResult:
     """Run the probe in a run folder, in which others can follow it and its result is kept. Collective."""
     access = {"access": {"to": request.uri, "storage": dict(options)}}
@@ -225,11 +232,21 @@ def probe_in_folder(
         plan={"kind": "probe", **access, **asdict(request)},
         progress=progress,
     ) as (run, folder):
+
+        def keep_here(result: ProbeResult) -> None:
+            keep(result)
+            if run is not None:
+                published_files.write_json(folder, _FILE, asdict(result))
+
         result = probe(
-            request, comm=comm, environment=settings.environment, options=options, progress=progress
+            request,
+            comm=comm,
+            environment=settings.environment,
+            options=options,
+            progress=progress,
+            keep=keep_here,
         )
         if run is not None:
-            published_files.write_json(folder, _FILE, asdict(result))
             run.finish()
         return result
 
@@ -264,8 +281,8 @@ def _describe_place(folder: Path | None) -> dict[str, str]:
 
 def _probe_location(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
-) -> ProbeResult:
-    """Measure one location with as many bytes as the time allows."""
+) -> Iterator[ProbeResult]:
+    """Measure one location with as many bytes as the time allows; after each part, yield all results."""
     affordable_bytes, is_memory = request.size_bytes, False
     if set(request.parts) != {"metadata"}:  # files for metadata calls are empty
         # Every stream transfers at least one block, however small the size.
@@ -277,49 +294,54 @@ def _probe_location(
     measurements: list[ProbeMeasurement] = []
     loads: list[LoadResult] = []
     metadata: list[MetadataRate] = []
-    if "best" in request.parts:
-        measurements += _measure_all(sized, place, comm=comm, progress=progress)
-    if "knee" in request.parts:
-        loads.append(
-            measure_load(
-                request.load,
-                place,
-                size_bytes=sized.size_bytes,
-                max_seconds=request.max_seconds,
-                comm=comm,
-                progress=progress,
+    for part in ("best", "knee", "metadata"):
+        if part not in request.parts:
+            continue
+        if part == "best":
+            measurements += _measure_all(sized, place, comm=comm, progress=progress)
+        elif part == "knee":
+            loads.append(
+                measure_load(
+                    request.load,
+                    place,
+                    size_bytes=sized.size_bytes,
+                    max_seconds=request.max_seconds,
+                    comm=comm,
+                    progress=progress,
+                )
             )
+        else:
+            metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
+        mine = place.storage.counters.snapshot()
+        counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
+        notes = [*notes_on_rates(measurements), *(note for load in loads for note in load.notes)]
+        if is_memory:
+            notes.append(
+                f"{place.mode}: files there cannot leave this host's memory, so these are its figures"
+                " (tmpfs?)."
+            )
+        if affordable_bytes < request.size_bytes:
+            expected_s = request.size_bytes / affordable_bytes * request.max_seconds
+            notes.append(
+                f"{place.mode}: {format_bytes(request.size_bytes)} would take about"
+                f" {format_seconds(expected_s)} a measurement, so each moved"
+                f" {format_bytes(affordable_bytes)}."
+            )
+        if counters.retries or counters.errors:
+            notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors.")
+        yield ProbeResult(
+            uri=request.uri,
+            ranks=comm.size,
+            hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
+            size_bytes=request.size_bytes,
+            storage={place.mode: place.storage.options},
+            counters={place.mode: counters.record()},
+            measurements=tuple(measurements),
+            notes=tuple(notes),
+            loads=tuple(loads),
+            metadata=tuple(metadata),
+            place=comm.broadcast(_describe_place(place.folder), awaiting="where rank 0 measures"),
         )
-    if "metadata" in request.parts:
-        metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
-    mine = place.storage.counters.snapshot()
-    counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
-    notes = [*notes_on_rates(measurements), *(note for load in loads for note in load.notes)]
-    if is_memory:
-        notes.append(
-            f"{place.mode}: files there cannot leave this host's memory, so these are its figures (tmpfs?)."
-        )
-    if affordable_bytes < request.size_bytes:
-        expected_s = request.size_bytes / affordable_bytes * request.max_seconds
-        notes.append(
-            f"{place.mode}: {format_bytes(request.size_bytes)} would take about {format_seconds(expected_s)} "
-            f"a measurement, so each moved {format_bytes(affordable_bytes)}."
-        )
-    if counters.retries or counters.errors:
-        notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors.")
-    return ProbeResult(
-        uri=request.uri,
-        ranks=comm.size,
-        hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
-        size_bytes=request.size_bytes,
-        storage={place.mode: place.storage.options},
-        counters={place.mode: counters.record()},
-        measurements=tuple(measurements),
-        notes=tuple(notes),
-        loads=tuple(loads),
-        metadata=tuple(metadata),
-        place=comm.broadcast(_describe_place(place.folder), awaiting="where rank 0 measures"),
-    )
 
 
 def _measure_all(
