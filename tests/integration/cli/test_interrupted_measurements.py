@@ -53,4 +53,3 @@ def test_a_probe_keeps_and_prints_the_parts_that_are_finished(tmp_path: Path) ->
     assert found["measurements"]
     printed = json.loads(shown)
     assert printed["measurements"][: len(found["measurements"])] == found["measurements"]
-    assert not list((tmp_path / "data").iterdir())

@@ -77,7 +77,8 @@ def under_way(folder: Path, words: list[str], pattern: str) -> Iterator[subproce
         yield process
         os.killpg(process.pid, signal.SIGCONT)
         out, said = process.communicate(timeout=400)
-        assert process.returncode == 0, out + said
+        # A rehearsal that is stopped for long has a pause that its rules do not allow.
+        assert process.returncode in ((0, 1) if "rehearse" in words else (0,)), out + said
         assert json.loads(out)
     finally:
         if process.poll() is None:
