@@ -127,6 +127,26 @@ def test_a_copy_without_the_checksums_is_told_and_can_be_refused(
     assert (report.is_whole, report.is_checked) == (True, False)
 
 
+@pytest.mark.parametrize(
+    "put_there",
+    [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere")],
+    ids=["folder", "pipe", "dangling link"],
+)
+def test_anything_else_in_place_of_the_manifest_is_damage(tmp_path: Path, put_there: Any) -> None:
+    state = {"model": weights()}
+    with pc.Manager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+        manifest = tmp_path / "step-2/penstock.json"
+        manifest.unlink()
+        put_there(manifest)
+        with pytest.raises(DataDamaged, match=r"penstock\.json is not a file"):
+            pc.load(state, tmp_path / "step-2")
+        assert manager.restore(state) == 1
+    assert "penstock.json is not a file" in manager.skipped_steps[0].reason
+    assert not verify(tmp_path / "step-2").is_whole
+
+
 def test_a_load_that_verifies_refuses_damage_in_what_it_does_not_want(tmp_path: Path) -> None:
     pc.save({"model": weights(), "other": torch.rand(1000)}, tmp_path / "ours")
     for data in (tmp_path / "ours").glob("*.distcp"):

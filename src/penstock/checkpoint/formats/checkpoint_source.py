@@ -515,6 +515,22 @@ def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, byte
         # If a save has replaced the folder between the two reads, its manifest differs.
         if manifest is None or is_final or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
+    tree = find_folder_tree(storage)
+    if (
+        tree
+        and metadata is not None
+        and manifest is None
+        and any(
+            entry.name == MANIFEST_NAME and not entry.is_plain
+            for entry in tree.entries(folder, prefix=MANIFEST_NAME)
+        )
+    ):
+        # It would count as absent, and its step as one without checksums.
+        raise DataDamaged(
+            f"{MANIFEST_NAME} is not a file, but a folder, a device or a link to nothing",
+            where=f"{storage.uri}/{folder}".rstrip("/"),
+            fix="Copy the checkpoint again from where it came from, or load an older one.",
+        )
     return metadata, manifest
 
 
