@@ -31,19 +31,26 @@ _SECOND_UNITS: Final = {
 _QUANTITY: Final = re.compile(
     r"\s*([0-9][0-9_]{0,99}(?:\.[0-9]{0,99})?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-zµ]*)\s*"
 )
+_GROUPED: Final = re.compile(r"\s*[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _BETWEEN_TIMES: Final = re.compile(r"(?<=[A-Za-zµ])\s+(?=[0-9])")
 _BINARY_STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
+def join_groups(text: str) -> str:
+    """Drop the commas between groups of three digits, with which numbers are printed: 12,766,928."""
+    match = _GROUPED.match(text)
+    return match[0].replace(",", "") + text[match.end() :] if match else text
+
+
 def _split(text: str, kind: str, example: str) -> tuple[str, str]:
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(join_groups(text))
     if match is None:
         raise UsageError(f"{text!r} is not {kind}", fix=f"Write a number and a unit, for example {example}.")
     return match[1].replace("_", ""), match[2]
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: `4MiB`, `3.02 GiB`, `4096`. Case is ignored.
+    """Parse a number of bytes: `4MiB`, `1,047.02 GiB`, `4096`. Case is ignored.
 
     Fractions of a larger unit are rounded to whole bytes, so that every printed size can be parsed.
     """

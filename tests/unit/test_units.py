@@ -37,6 +37,8 @@ from penstock.units import (
         ("8EiB", 2**63),
         ("3.02GiB", 3_242_700_308),
         ("0.1 KiB", 102),
+        ("4,104,817,584,000 B", 4_104_817_584_000),
+        ("1,047.02 GiB", 1_124_229_164_564),
     ],
 )
 def test_sizes_are_whole_bytes_and_exact_where_they_can_be(text: str, size_bytes: int) -> None:
@@ -51,8 +53,12 @@ def test_a_bare_prefix_is_refused_because_it_means_two_things(text: str) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "1.2.3", "4 XiB", "0.5B", "0.0001KiB", "1e999", "1e-500", "4GiB/s"]
-)
+    "text",
+    [
+        "", "GiB", "-1", "1.2.3", "4 XiB", "0.5B", "0.0001KiB", "1e999", "1e-500", "4GiB/s",
+        "1,00B", "1,0000B", "0,100B", ",100B", "1000,000B", "1,000,B",
+    ],
+)  # fmt: skip
 def test_what_is_no_whole_number_of_bytes_is_refused_with_advice(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_bytes(text)

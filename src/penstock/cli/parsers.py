@@ -6,6 +6,7 @@ For a wrong value, a parser raises `UsageError`, to which the option layer adds 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from penstock.errors import UsageError
-from penstock.units import parse_bytes, parse_rate, parse_seconds
+from penstock.units import join_groups, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -60,7 +61,7 @@ def _bounded(
 ) -> Parser[N]:
     def parse(text: str) -> N:
         try:
-            value = make(text)
+            value = make(join_groups(text))
         except ValueError as error:
             raise UsageError(f"{text!r} is not {what}", fix=f"Write for example {example}.") from error
         if minimum is not None and not value >= minimum:  # as for NaN
@@ -73,10 +74,15 @@ def _bounded(
 
 
 def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
-    """Make a parser of lists separated by commas."""
+    """Make a parser of lists separated by commas, of which those inside a size separate nothing."""
+    comma = _BETWEEN_SIZES if parser.metavar == "SIZE" else ","
     return Parser(
-        f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in text.split(","))
+        f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in re.split(comma, text))
     )
+
+
+_BETWEEN_SIZES: Final = r"(?<![0-9]),|(?<=\b0),|,(?![0-9]{3})"
+"""Matches the commas in `1,024GiB,2GiB,0,1GiB` except the first: sizes above 0 have units."""
 
 
 def _make_later(module: str, name: str) -> Callable[[str], Any]:

@@ -19,6 +19,10 @@ def test_values_of_every_kind_are_parsed() -> None:
     assert parsers.TIME("2min") == 120
     assert parsers.several(parsers.SIZE)("1MiB,8MiB") == (1 << 20, 8 << 20)
     assert parsers.several(parsers.whole(0))("1, 8") == (1, 8)
+    assert parsers.several(parsers.SIZE)("1,047GiB,2MiB,0,512B") == (1047 << 30, 2 << 20, 0, 512)
+    assert parsers.several(parsers.whole(0))("1,128") == (1, 128)
+    assert parsers.whole(1)("12,766,928") == 12_766_928
+    assert parsers.RATE("1,023.5 MiB/s") == 1_073_217_536
     assert parsers.ASSIGNMENT("b=x=y") == ("b", "x=y")
     assert parsers.number(0, 1)("0.5") == 0.5
     assert parsers.choice("a", "b")("b") == "b"
@@ -33,6 +37,8 @@ def test_values_of_every_kind_are_parsed() -> None:
         (parsers.several(parsers.whole(0)), "one"),
         (parsers.several(parsers.whole(0)), "-1"),
         (parsers.whole(1, 3), "4"),
+        (parsers.whole(), "1,00"),
+        (parsers.several(parsers.SIZE), "1,047"),
         (parsers.number(0, 1), "1.01"),
         (parsers.number(), "much"),
         (parsers.above_zero(parsers.RATE), "0GiB/s"),
