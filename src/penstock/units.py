@@ -111,10 +111,23 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def format_bytes(size_bytes: float) -> str:
-    """Format bytes in binary units: `1.50 GiB`, `512 B`. A number below 100 without decimals is exact."""
+def _round_up(size_bytes: float) -> float:
+    """Return the smallest size that has at most three digits and is not below `size_bytes`."""
+    whole = math.ceil(size_bytes)
+    unit = 1024 ** min(max(whole.bit_length() - 1, 0) // 10, len(_BINARY_STEPS) - 1)
+    grain = Fraction(unit, 100 if whole < 10 * unit else 10 if whole < 100 * unit else 1)
+    return float(math.ceil(whole / grain) * grain)
+
+
+def format_bytes(size_bytes: float, *, at_least: bool = False) -> str:
+    """Format bytes in binary units: `1.50 GiB`, `512 B`. A number below 100 without decimals is exact.
+
+    `at_least` rounds up, so that a printed requirement is enough.
+    """
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
+    if at_least:
+        size_bytes = _round_up(size_bytes)
     scaled, step = float(size_bytes), 0
     while scaled >= 1023.5 and step < len(_BINARY_STEPS) - 1:
         scaled, step = scaled / 1024, step + 1
@@ -122,9 +135,9 @@ def format_bytes(size_bytes: float) -> str:
     return f"{digits} {_BINARY_STEPS[step]}"
 
 
-def format_rate(rate_bytes_per_s: float) -> str:
-    """Format a rate in binary units per second: `1.12 GiB/s`."""
-    return f"{format_bytes(rate_bytes_per_s)}/s"
+def format_rate(rate_bytes_per_s: float, *, at_least: bool = False) -> str:
+    """Format a rate in binary units per second: `1.12 GiB/s`, rounded up if `at_least`."""
+    return f"{format_bytes(rate_bytes_per_s, at_least=at_least)}/s"
 
 
 def format_seconds(elapsed_s: float) -> str:

@@ -100,6 +100,20 @@ def test_sizes_print_with_three_digits_in_binary_units(size_bytes: float, text: 
     assert format_bytes(size_bytes) == text
 
 
+@given(st.floats(min_value=0, max_value=2**62))
+def test_a_printed_minimum_is_enough(size_bytes: float) -> None:
+    assert size_bytes <= parse_bytes(format_bytes(size_bytes, at_least=True)) <= 1.011 * size_bytes + 1
+    assert size_bytes <= parse_rate(format_rate(size_bytes, at_least=True))
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1536, "1.50 KiB"), (1537, "1.51 KiB"), (9.991 * 1024, "10 KiB"), (1023.1 * 1024, "1 MiB")],
+)
+def test_a_minimum_is_rounded_up(size_bytes: float, text: str) -> None:
+    assert format_bytes(size_bytes, at_least=True) == text
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [

@@ -151,7 +151,7 @@ def _view_size(document: dict[str, Any]) -> View:
             {
                 "share of hits": f"{row['share_of_hits']:.0%}",
                 "blocks": f"{row['capacity_blocks']:,}",
-                "cache": format_bytes(row["capacity_bytes"]),
+                "cache": format_bytes(row["capacity_bytes"], at_least=True),
             }
             for row in trace["capacities"]
         ]

@@ -210,13 +210,14 @@ def size(
         "next_command": command,
         "remarks": list(loaded.remarks),
     }
-    size_text = f"{format_bytes(sized.dataset_bytes)} ({sized.dataset_bytes:,} B)"
+    size_text = f"{format_bytes(sized.dataset_bytes, at_least=True)} ({sized.dataset_bytes:,} B)"
     lines = [
         bold(loaded.workload.full_name),
         f"  at least  {sized.min_files:,} files{folders}, {size_text}",
     ]
     if rate is not None and each is not None:
-        lines.append(f"  reads     {format_rate(rate)} at 100 %, {format_rate(each)} an accelerator")
+        all_of_them, one = (format_rate(needed, at_least=True) for needed in (rate, each))
+        lines.append(f"  reads     {all_of_them} at 100 %, {one} an accelerator")
     lines += [f"  proof     {line}" for line in sized.proof]
     lines.append(f"  as it is  {comparison}: {'enough' if is_enough else 'too few'}")
     lines.append(f"  next      {command}")

@@ -26,7 +26,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.units import format_bytes, format_number, format_seconds
+from penstock.units import format_bytes, format_number, format_rate, format_seconds
 
 GIB: Final = 1 << 30
 _ENOUGH: Final = 0.95
@@ -63,7 +63,7 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
             figure=f"{most:.1%} of all blocks hit if the cache has no limit",
             limited_by=f"{document['used_once']:.1%} of different blocks are used once",
             since=(
-                f"{format_bytes(enough['capacity_bytes'])} on, more room brings less than "
+                f"{format_bytes(enough['capacity_bytes'], at_least=True)} on, more room brings less than "
                 f"{1 - _ENOUGH:.0%} more hits"
                 if enough
                 else "none of these sizes is large enough for nearly all hits"
@@ -118,7 +118,8 @@ def _say_what_pays(worth: float | None, break_even: float) -> str:
     paid = f"loading was faster than computing for {worth:.1%} of requests with hits"
     if worth >= _MOSTLY:
         return f"Nothing: {paid}."
-    return f"Read with more than {format_bytes(break_even)}/s for each accelerator, or load less: {paid}."
+    needed = format_rate(break_even, at_least=True)
+    return f"Read with more than {needed} for each accelerator, or load less: {paid}."
 
 
 def make_run_page(document: Mapping[str, Any]) -> Report:

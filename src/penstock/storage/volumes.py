@@ -30,7 +30,8 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
     if find_room(folder) < size_bytes:
         free_bytes = shutil.disk_usage(folder).free
         raise OutOfSpace(
-            f"{what} takes {format_bytes(size_bytes)}, but only {format_bytes(free_bytes)} are free",
+            f"{what} takes {format_bytes(size_bytes, at_least=True)}, but only {format_bytes(free_bytes)} "
+            "are free",
             uri=str(folder),
             fix=f"Make room, or {fix}.",
         )

@@ -223,7 +223,8 @@ def say_training(tour: Tour) -> str:
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
     return (
         f"A small {tour.training.workload} computed {train.au_compat_percent.mean:.1f} % of the time "
-        f"({_ASKED:.0f} % required{above}); the full one needs {format_rate(float(each))} per accelerator."
+        f"({_ASKED:.0f} % required{above}); the full one needs {format_rate(float(each), at_least=True)} per "
+        "accelerator."
     )
 
 
@@ -263,7 +264,7 @@ def say_what_helps(tour: Tour) -> str:
     forecast = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(rate))
     each, count = float(forecast.bytes_per_accelerator_per_s), forecast.num_accelerators + 1
     needed = max(count * each * float(forecast.threshold), rate)
-    helps = f"Read bandwidth: {format_rate(needed)} would feed {count} H100 of unet3d."
+    helps = f"Read bandwidth: {format_rate(needed, at_least=True)} would feed {count} H100 of unet3d."
     if not train.meets_threshold:
         return f"{helps} The small training run waited, too: its page says for what."
     return helps

@@ -142,7 +142,7 @@ def say_feeds(result: ProbeResult, name: str = _NAMED) -> str:
     of = f"{accelerator.upper()} of {family}"
     if forecast.num_accelerators:
         return f"feeds {forecast.num_accelerators} {of}"
-    needed = format_rate(float(forecast.bytes_per_accelerator_per_s * forecast.threshold))
+    needed = format_rate(float(forecast.bytes_per_accelerator_per_s * forecast.threshold), at_least=True)
     return f"is too slow for 1 {of}, which needs {needed}"
 
 
@@ -247,7 +247,7 @@ def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
             {
                 "workload": workload.full_name,
                 "feeds": str(forecast.num_accelerators),
-                "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s)),
+                "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s), at_least=True),
                 "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
                 if not forecast.num_accelerators
                 else f"at least {float(forecast.threshold) * 100:.0f} %",

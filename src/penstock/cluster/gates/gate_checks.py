@@ -197,7 +197,7 @@ def check_space(reports: Sequence[RankReport]) -> GateFinding:
     if short:
         found = "; ".join(
             f"{format_bytes(volume.free_bytes)} free at {volume.folder}, "
-            f"{format_bytes(needs[volume.identity])} needed"
+            f"{format_bytes(needs[volume.identity], at_least=True)} needed"
             for volume in short
         )
         return GateFinding(Gate.SPACE, GateVerdict.FAIL, found, "Make room, or write less.")

@@ -1,10 +1,15 @@
 """What a probe's page says of its measurements."""
 
+from fractions import Fraction
+
 import pytest
 
 from penstock.bench.probe import ProbeResult
 from penstock.bench.probe.probe_page import feed_rows, make_probe_page, say_feeds
 from penstock.bench.probe.probe_run import ProbeMeasurement
+from penstock.units import parse_rate
+from penstock.workload.load_workload import load
+from penstock.workload.sizing import forecast_accelerators
 
 MIB = 2**20
 
@@ -71,4 +76,8 @@ def test_samples_that_are_small_files_count_on_random_reads_and_others_on_sequen
     assert rates["resnet50_h100"].startswith("4 GiB/s: sequential")  # many samples a file
     assert rates["retinanet_b200"].startswith("1 GiB/s: random reads")
     assert say_feeds(result) == "feeds 1 H100 of unet3d"
-    assert say_feeds(probed({(1, 1): 1.0})) == "is too slow for 1 H100 of unet3d, which needs 2.66 GiB/s"
+    assert say_feeds(probed({(1, 1): 1.0})) == "is too slow for 1 H100 of unet3d, which needs 2.67 GiB/s"
+    unet3d = load("unet3d_h100").workload
+    enough, less = (Fraction(parse_rate(rate)) for rate in ("2.67GiB/s", "2.66GiB/s"))
+    assert forecast_accelerators(unet3d, enough).num_accelerators == 1
+    assert forecast_accelerators(unet3d, less).num_accelerators == 0
