@@ -29,7 +29,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -888,24 +888,27 @@ class LoadedParts:
 
     def check(self) -> None:
         """Raise `UsageError` if a part cannot take what has arrived. No object of the program changes."""
+        left = self.left_parts()
         for key, part in self.parts.items():
-            if isinstance(part, _OptimizerState | _NamedState) and not self.is_left(key):
+            if isinstance(part, _OptimizerState | _NamedState) and key not in left:
                 part.check(self.state[key])
 
     def take(self) -> None:
         """Let each part load what has arrived, except plain ones."""
+        left = self.left_parts()
         with _optimizers_keep_dtypes(but_floats=self.stored.converts):
             for key, part in self.parts.items():
-                if not self.is_left(key):
+                if key not in left:
                     part.take(self.state[key])
 
-    def is_left(self, key: str) -> bool:
-        """Return True if a part has leaves but none of them was filled."""
-        begin = f"{key}."
-        has_left, has_filled = (
-            any(name == key or name.startswith(begin) for name in names) for names in (self.left, self.filled)
+    def left_parts(self) -> set[str]:
+        """Return the keys of the parts that have leaves of which none was filled."""
+        # All beginnings of each name, as "m", "m.layer" and "m.layer.bias": there may be 100,000 names.
+        left, filled = (
+            {head for name in names for head in accumulate(name.split("."), "{}.{}".format)}
+            for names in (self.left, self.filled if self.left else ())
         )
-        return has_left and not has_filled
+        return left - filled
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Return the `unused` names in the checkpoint that are below these parts and selected."""
@@ -1036,8 +1039,9 @@ def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[Load
         yield loading
         after_failure.pop_all()
     restore_empty(empty.emptied)
+    left = loading.left_parts()
     for key, part in parts.items():
-        is_plain = type(part) is _Part and not loading.is_left(key)
+        is_plain = type(part) is _Part and key not in left
         if is_plain and loading.state[key] is not state[key] and isinstance(state, MutableMapping):
             state[key] = loading.state[key]
 
