@@ -21,7 +21,7 @@ _MTBF = above_zero(with_unit(TIME, "90d"))
 def plan(
     terminal: Terminal,
     *,
-    state_bytes: int = required("--state", SIZE, "Total checkpoint size over all ranks."),
+    state_bytes: int = required("--state", above_zero(SIZE), "Total checkpoint size over all ranks."),
     nodes: int = required("--nodes", whole(1), "Number of hosts."),
     fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache."),
     slow_bytes_per_s: float = required("--slow", _RATE, "Total write bandwidth of the durable storage."),
@@ -77,8 +77,9 @@ def plan(
     }
     strategies = efficiency_model.build_strategies(machine, schemes[scheme](), flush_every=flush_every)
     predictions = efficiency_model.predict_all(strategies)
+    best = max(predictions, key=lambda prediction: prediction.trusted).strategy.name
     document = {
-        "best": max(predictions, key=lambda prediction: prediction.efficiency).strategy.name,
+        "best": best,
         "ways": [
             {
                 "name": prediction.strategy.name,
@@ -114,11 +115,6 @@ def plan(
         }
         for prediction in predictions
     ]
-    terminal.result(document, table("What is left for training", rows))
+    terminal.result(document, [*table("What is left for training", rows), f"Best: {best}"])
     for one in predictions:
         terminal.notes(f"{one.strategy.name}: {warning}" for warning in one.strategy.warnings)
-        if not one.agrees:
-            terminal.note(
-                f"{one.strategy.name}: the simulation gives {one.simulated:.1%}, as failures come faster "
-                "than the formula assumes; trust the simulation"
-            )

@@ -28,6 +28,7 @@ from penstock.cli.parsers import (
     SIZE,
     TIME,
     URI,
+    above_zero,
     choice,
     number,
     several,
@@ -96,7 +97,7 @@ class KvCacheOptions:
         "--scale", SCALE, "Multiply the size of every object by this factor, e.g. 1/100.", default="1"
     )
     streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
-    chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
+    chunk_bytes: int = option("--chunk", above_zero(SIZE), "Maximum size of a request.", default="32MiB")
     speedup: float = option(
         "--speedup",
         number(),

@@ -23,6 +23,19 @@ def test_plan_names_the_best_strategy_and_its_interval() -> None:
     assert [failure["restored_from"] for failure in protected["failures"]] == ["xor, rebuilt", "durable"]
     again = json.loads(CliRunner().invoke(app, [*WORDS, "--system-mtbf", "60d", "--json"]).stdout)
     assert again == document, "the same seed draws the same failures"
+    shown = CliRunner().invoke(app, [*WORDS, "--system-mtbf", "60d"])
+    assert "Best: cache with xor, flushed every 10" in shown.stdout
+
+
+def test_a_disagreement_in_shares_of_any_size_is_told_and_decides_the_best_way() -> None:
+    words = [*WORDS, "--state=1GiB", "--nodes=2", "--fast=1GiB/s", "--slow=1GiB/s", "--node-mtbf=4.75s"]
+    document = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    for way in document["ways"]:
+        is_far = way["efficiency"] > 2 * way["simulated_efficiency"]
+        assert way["agrees"] != is_far
+        assert any("trust the simulation" in warning for warning in way["warnings"]) == is_far
+    best = max(document["ways"], key=lambda way: way["simulated_efficiency"])
+    assert document["best"] == best["name"]
 
 
 def test_plan_table_warns_of_a_slow_cache() -> None:
@@ -38,6 +51,7 @@ def test_plan_table_warns_of_a_slow_cache() -> None:
         (["--scheme", "raid"], "Invalid value 'raid'"),
         (["--fast", "0GiB/s"], "'0GiB/s' is not positive (--fast)"),
         (["--node-mtbf", "often"], "not a duration"),
+        (["--state", "0"], "'0' is not positive (--state)"),
     ],
 )
 def test_bad_values_name_their_option(words: list[str], told: str) -> None:

@@ -23,7 +23,9 @@ NUM_FAILURES: Final = 4000
 RESTART_S: Final = 120.0
 """The time from a failure until loading begins; the same for every strategy."""
 TRUSTED_DIFFERENCE: Final = 0.02
-"""Formula and simulation agree if their shares of time differ by no more than this."""
+"""Formula and simulation agree if their shares of time differ by no more than this, ..."""
+TRUSTED_RATIO: Final = 0.1
+"""... and by no more than this part of the larger one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,13 @@ class Prediction:
     @property
     def agrees(self) -> bool:
         """True if the simulation confirms the formula."""
-        return abs(self.efficiency - self.simulated) <= TRUSTED_DIFFERENCE
+        largest = TRUSTED_RATIO * max(self.efficiency, self.simulated)
+        return abs(self.efficiency - self.simulated) <= min(TRUSTED_DIFFERENCE, largest)
+
+    @property
+    def trusted(self) -> float:
+        """The efficiency by which strategies are compared: the simulated one if the formula does not hold."""
+        return self.efficiency if self.agrees else self.simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +208,20 @@ def predict_all(strategies: Sequence[Strategy]) -> list[Prediction]:
     import numpy as np  # noqa: PLC0415 - slow to import
 
     random = np.random.default_rng(1)
-    direct, *cached = [predict(each, best_interval_s(each), random=random) for each in strategies]
-    for number, prediction in enumerate(cached):
-        if prediction.efficiency <= direct.efficiency:
-            warning = (
-                f"leaves {prediction.efficiency:.1%} of the time for training, {direct.strategy.name!r} "
-                f"{direct.efficiency:.1%}"
+    predictions = [predict(each, best_interval_s(each), random=random) for each in strategies]
+    direct = predictions[0]
+    for number, prediction in enumerate(predictions):
+        warnings = list(prediction.strategy.warnings)
+        if number and prediction.trusted <= direct.trusted:
+            warnings.append(
+                f"leaves {prediction.trusted:.2%} of the time for training, {direct.strategy.name!r} "
+                f"{direct.trusted:.2%}"
             )
-            warnings = (*prediction.strategy.warnings, warning)
-            cached[number] = replace(prediction, strategy=replace(prediction.strategy, warnings=warnings))
-    return [direct, *cached]
+        if not prediction.agrees:
+            warnings.append(
+                f"the simulation gives {prediction.simulated:.2%}, as failures come faster than the formula "
+                "assumes; trust the simulation"
+            )
+        strategy = replace(prediction.strategy, warnings=tuple(warnings))
+        predictions[number] = replace(prediction, strategy=strategy)
+    return predictions
