@@ -407,7 +407,10 @@ def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of all runs by name, each with the order in which it ranks the runs, best first."""
+    """Return the figures of all runs by name, each with the order in which it ranks the runs, best first.
+
+    The order is empty if the figure has ties or cannot rank these runs.
+    """
     figures = [_figures(document) for document in documents]
     names = [name for name in figures[0] if all(name in of_run for of_run in figures)]
     streams = [document.get("engine", {}).get("streams") for document in documents]
@@ -419,15 +422,17 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         json.dumps(document.get("digests") or document["plan"]["digest"], sort_keys=True)
         for document in documents
     }
-    unordered = {name for name in names if is_latency(name)} if len(set(in_flight)) > 1 else set()
+    ranks_latencies, is_comparable = len(set(in_flight)) == 1, len(identities) == 1
     return {
         "targets": [document["target"] for document in documents],
-        "is_comparable": len(identities) == 1,
+        "is_comparable": is_comparable,
         "in_flight": in_flight,
         "figures": {
             name: {
                 "values": [of_run[name] for of_run in figures],
-                "best_first": [] if name in unordered else _order([of_run[name] for of_run in figures], name),
+                "best_first": _order([of_run[name] for of_run in figures], name)
+                if is_comparable and (ranks_latencies or not is_latency(name))
+                else [],
             }
             for name in names
         },
@@ -466,7 +471,7 @@ def _figures(document: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _order(values: Sequence[float | None], name: str) -> list[int]:
-    """Return the numbers of the runs, best first; runs without the figure are left out."""
-    known = [(value, number) for number, value in enumerate(values) if value is not None]
-    is_time = "_ms" in name
-    return [number for _, number in sorted(known, reverse=not is_time)]
+    """Return the numbers of the runs, best first, or none if there are ties; unknown values are left out."""
+    known = {value: number for number, value in enumerate(values) if value is not None}
+    has_ties = len(known) < len(values) - values.count(None)
+    return [] if has_ties else [known[value] for value in sorted(known, reverse="_ms" not in name)]

@@ -382,16 +382,19 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
             figure="; ".join(
                 f"{_in_words(name)}: {runs[figure['best_first'][0]]} is best"
                 for name, figure in rates.items()
+                if figure["best_first"]
             )
-            or "no run moved anything on its storage",
+            or "no rate ranks these runs",
             limited_by="; ".join(
                 f"{_in_words(name)}: best over worst {max(known) / min(known):.2f}x"
                 for name, figure in rates.items()
-                if (known := [value for value in figure["values"] if value])
+                if figure["best_first"] and (known := [value for value in figure["values"] if value])
             )
-            or "the workload: nothing was moved",
+            or "not known",
             since="all runs executed the same operations" if is_same else "the operations differ",
-            to_do="Read the table: each figure has the order in which it ranks the runs.",
+            to_do="Read the table: each figure without ties has the order in which it ranks the runs."
+            if is_same
+            else "Compare runs with the same workload, model, tiers and seed.",
         ),
         highlights=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
         sections=[

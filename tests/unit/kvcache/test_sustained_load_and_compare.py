@@ -91,12 +91,17 @@ def test_comparison_orders_rates_down_and_times_up(
     assert mixed["figures"]["read_gib_per_s"]["best_first"] == [1, 0]
     assert mixed["figures"]["read_p99_ms"]["best_first"] == []
     assert "128, 4 operations in flight" in str(latency_note(mixed))
-    for index, run in enumerate([runs[0], document_of("other", 1, 1, digest="e")]):
+    tied = compare_cache_runs([runs[0], runs[0], runs[1]])
+    assert tied["figures"]["read_gib_per_s"]["best_first"] == []
+    apart = compare_cache_runs([runs[0], document_of("other", 1.5, 1, digest="e")])
+    assert not any(figure["best_first"] for figure in apart["figures"].values())
+    for index, run in enumerate([runs[0], document_of("other", 1.5, 1, digest="e")]):
         (tmp_path / f"{index}").mkdir()
         (tmp_path / f"{index}" / "kvcache.json").write_text(json.dumps(run))
     page = tmp_path / "page.html"
     assert main(["kvcache", "compare", str(tmp_path / "0"), str(tmp_path / "1"), "--page", str(page)]) == 1
     assert "not comparable" in page.read_text()
+    assert "is best" not in page.read_text()
     assert "cannot be compared" in capsys.readouterr().err
     with pytest.raises(StorageError, match="no run"):
         read_cache_run(tmp_path)
