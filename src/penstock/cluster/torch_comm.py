@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from socket import gethostname
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.cluster.comm import Comm, PollingWait, broken_connection
+from penstock.cluster.comm import Comm, PollingWait, broken_connection, format_cause
 from penstock.environment import Environment
-from penstock.errors import Unavailable, UsageError, WaitTimeout, name_some
+from penstock.errors import RankFailed, Unavailable, UsageError, WaitTimeout, name_some
 
 LONGEST_CALL = timedelta(days=7)
 """gloo's own limit, which must never be the first to pass, because each call of a `Comm` has its own limit.
@@ -228,20 +230,32 @@ def join_torchrun(environment: Environment, host: str) -> TorchComm:
 def make_group(ranks: Sequence[int], timeout_s: float) -> Any:
     """Create a gloo group of these ranks, numbered as in the job. Collective over them.
 
-    gloo waits for all ranks without noticing signals, so it is only called once all have arrived.
+    gloo waits for all ranks without noticing signals, so it is only called once all have arrived. If a rank
+    leaves before that, the others raise `RankFailed`.
     """
     name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    store = _get_default_store()
+    store, own_rank = _get_default_store(), dist.get_rank()
     # Each rank counts its groups. Ranks create their common groups in the same order, so their counts agree.
-    number = store.add(f"{name}/{dist.get_rank()}", 1)
+    number = store.add(f"{name}/{own_rank}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
-    _await_all(own_store, ranks, timeout_s)
     group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise
-    return group_of(own_store, list(ranks).index(dist.get_rank()), len(ranks), LONGEST_CALL)
+    make = partial(group_of, own_store, list(ranks).index(own_rank), len(ranks), LONGEST_CALL)
+    try:
+        _await_all(own_store, ranks, timeout_s)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        left = f"{own_rank} {gethostname()} it left while the ranks made a group: {format_cause(error)}"
+        with suppress(RuntimeError):
+            # If all arrived first, gloo waits for this rank on the others, where nothing could end it.
+            if own_store.compare_set(_SETTLED, "", left) == _ALL_ARRIVED.encode():
+                make()
+        raise
+    return make()
 
 
 _LONGEST_WAIT_S = 0.2
 """The limit of one wait in the store, during which no signal is noticed."""
+_SETTLED, _ALL_ARRIVED = "settled", "all arrived"
+"""A key that is set once: to this value by the last rank to arrive, or by a rank that leaves before that."""
 
 
 def _await_all(store: Any, ranks: Sequence[int], timeout_s: float) -> None:
@@ -251,13 +265,17 @@ def _await_all(store: Any, ranks: Sequence[int], timeout_s: float) -> None:
     try:
         store.add(f"arrived/{dist.get_rank()}", 1)
         if store.add("arrived", 1) == len(ranks):
-            store.set("complete", "1")
-        while not store.check(["complete"]):
+            store.compare_set(_SETTLED, "", _ALL_ARRIVED)
+        while not store.check([_SETTLED]):
             left_s = began_s + timeout_s - time.monotonic()
             if left_s <= 0:
                 absent = [rank for rank in ranks if not store.check([f"arrived/{rank}"])]
                 raise WaitTimeout(awaiting, timeout_s, where=f"absent: ranks {name_some(absent)}")
             with suppress(RuntimeError):
-                store.wait(["complete"], timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
+                store.wait([_SETTLED], timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
+        settled = store.get(_SETTLED).decode()
     except RuntimeError as error:
         raise broken_connection(error, awaiting, place) from error
+    if settled != _ALL_ARRIVED:
+        rank, host, cause = settled.split(" ", 2)
+        raise RankFailed(int(rank), host, cause)

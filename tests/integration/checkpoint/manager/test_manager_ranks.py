@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.child_processes import LIMIT_S
 from tests.support.file_faults import FailFileCall, NoSync, faulty_calls
+from tests.support.flush_daemons import wait_until
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.held_storage import HeldStorage
 from tests.support.known_states import restored, save_state
@@ -340,3 +344,49 @@ def test_a_manager_that_one_rank_never_makes_is_a_timeout_and_hears_signals(tmp_
     (text, took_s), _ = on_gloo_ranks(2, make_alone, tmp_path)
     assert text.startswith("Timed out after 0.5 s waiting for all ranks to make a group (absent: ranks 1).")
     assert took_s < 30
+
+
+def leave_before_the_last(rank: int, root: Path) -> list[tuple[str, float]]:
+    """Rank 1 leaves, first by Ctrl-C and then by its time limit, before rank 2 comes. What each raised."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main_thread = threading.main_thread().ident or 0
+
+    def is_waiting() -> bool:
+        frames = [sys._current_frames()[main_thread]]
+        while (outer := frames[-1].f_back) is not None:
+            frames.append(outer)
+        return any(frame.f_code.co_name == "_await_all" for frame in frames)
+
+    def interrupt() -> None:
+        wait_until(is_waiting, "the rank waits for others")
+        # So that it has arrived. If it has not, it must not leave the others waiting either.
+        time.sleep(0.5)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    found = []
+    for number, limit_s in enumerate((LIMIT_S, 0.5)):
+        has_left = root / f"{number} has left"
+        if rank == 1 and number == 0:
+            threading.Thread(target=interrupt).start()
+        if rank == 2:
+            wait_until(has_left.exists, "rank 1 has left")
+        began_s = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, RankError)) as caught:
+            Manager(root / "run", timeout_s=limit_s if rank == 1 else LIMIT_S)
+        found.append((f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began_s))
+        if rank == 1:
+            has_left.touch()
+    # The same ranks can meet again.
+    Manager(root / "run", timeout_s=LIMIT_S).close()
+    return found
+
+
+def test_a_rank_that_leaves_before_the_last_comes_is_named_on_all_others(tmp_path: Path) -> None:
+    first, second, third = on_gloo_ranks(3, leave_before_the_last, tmp_path)
+    assert [text.partition(":")[0] for text, _ in second] == ["KeyboardInterrupt", "WaitTimeout"]
+    for (text, took_s), cause in zip(
+        first + third, ("KeyboardInterrupt", "Timed out after 0.5 s") * 2, strict=True
+    ):
+        assert text.startswith("RankFailed: Rank 1 on "), text
+        assert f"it left while the ranks made a group: {cause}" in text
+        assert took_s < LIMIT_S / 2
