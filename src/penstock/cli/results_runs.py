@@ -461,7 +461,8 @@ def _view_comparison(comparison: RunComparison) -> View:
     rows = []
     for delta in comparison.deltas:
         texts = [
-            format_number(value, ",.2f") + (f" ({change:+.1%})" if position and change is not None else "")
+            format_number(value, ",.0f" if "bytes" in delta["figure"] else ",.2f")
+            + (f" ({change:+.1%})" if position and change is not None else "")
             for position, (value, change) in enumerate(zip(delta["values"], delta["changes"], strict=True))
         ]
         if set(delta["values"]) != {None}:

@@ -162,6 +162,12 @@ def size(
             fix="Give one value, or one for each host.",
         )
     loaded = workload.load(terminal)
+    unequal = (
+        f"{accelerators:,} accelerators on {len(memory_of_hosts):,} hosts: in a submission, every host must "
+        "have the same number (hosts.equal)"
+    )
+    remarks = [unequal] * bool(accelerators % len(memory_of_hosts))
+    terminal.notes(remarks)
     stages = loaded.workload.workflow
     if stages.checkpoint and not (stages.train or stages.generate_data):
         raise UsageError(
@@ -208,7 +214,7 @@ def size(
             "proof": comparison,
         },
         "next_command": command,
-        "remarks": list(loaded.remarks),
+        "remarks": [*loaded.remarks, *remarks],
     }
     size_text = f"{format_bytes(sized.dataset_bytes, at_least=True)} ({sized.dataset_bytes:,} B)"
     lines = [

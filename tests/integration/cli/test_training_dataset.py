@@ -78,6 +78,13 @@ def test_hosts_may_have_different_memory() -> None:
     assert document(*SIZE, "--hosts", "2", "--host-memory", "512GiB,256GiB") == found
 
 
+def test_accelerators_that_hosts_cannot_share_equally_are_noted() -> None:
+    words = (*SIZE, "--hosts", "3", "--host-memory", "64GiB")
+    noted = "8 accelerators on 3 hosts: in a submission, every host must have the same number (hosts.equal)"
+    assert noted in penstock(*words).stderr
+    assert document(*words)["remarks"] == [noted]
+
+
 def test_a_workload_without_computation_has_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "idle.yaml"
     path.write_text("dataset: {format: npy, num_files_train: 10000000}\nreader: {file_shuffle: off}\n")
