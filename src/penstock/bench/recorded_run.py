@@ -326,12 +326,19 @@ class DeviceObserver:
             host_counters.CounterSampler(lambda: host_counters.read_sample(hardware, root), spool.append)
         )
 
+    def sample(self) -> host_counters.CounterSample | None:
+        """Take a sample now; return None if this rank takes none.
+
+        Between two phases, it tells apart what each of them transferred.
+        """
+        return self._sampler.sample() if self._sampler else None
+
     @contextmanager
     def during(self, direction: Direction) -> Iterator[None]:
         """Attribute what devices transfer while the block runs to `direction`."""
-        before = self._sampler.sample() if self._sampler else None
+        before = self.sample()
         yield
-        after = self._sampler.sample() if self._sampler else None
+        after = self.sample()
         if before is not None and after is not None:
             self._moved[direction].update(
                 {name: after.values[name] - before.values.get(name, 0) for name in after.values}
@@ -371,8 +378,14 @@ def record_run(
     """Record a run in `folder`, and observe the devices of `storage`, on this rank. Collective."""
     spool = SpoolWriter(spool_path(folder, comm.rank), read_clocks(comm.rank, comm.host))
     record_span = name_run_in_trace(storage, folder)
+
+    def mark() -> None:
+        # Steps are flushed at the end of every span, and so this samples between phases.
+        heartbeat()
+        observer.sample()
+
     with (
         DeviceObserver(comm, folder, storage) as observer,
-        StepRecorder(spool, on_flush=heartbeat, record_span=record_span) as recorder,
+        StepRecorder(spool, on_flush=mark, record_span=record_span) as recorder,
     ):
         yield recorder, observer

@@ -5,7 +5,8 @@ line about its host, then one line for each sample, with its time and the counte
 previous sample. The table has one row for each changed counter. Times are nanoseconds of the host's
 CLOCK_MONOTONIC, as in steps and spans, and can therefore be compared with these. Invariants: neither writing
 nor gathering a spool holds all samples in memory; a counter is assumed to grow evenly between two samples,
-and not at all before the first and after the last.
+and not at all before the first and after the last. If phases cover only a part of the time between two
+samples, all growth is theirs, because a run transfers its bytes within its phases.
 """
 
 import json
@@ -64,10 +65,15 @@ class CounterSpool(Spool):
         self._before: Mapping[str, int] = {}
 
     def append(self, sample: CounterSample) -> None:
-        """Append the counters that have changed since the last sample."""
+        """Append the counters that have changed since the last sample; if there are none, all of them.
+
+        A sample without counters would not appear in the table, and its time is a border as well.
+        """
         before = self._before
         changed = {name: value for name, value in sample.values.items() if before.get(name) != value}
-        line = json.dumps({"t": sample.monotonic_ns, "c": changed}, separators=(",", ":"))
+        line = json.dumps(
+            {"t": sample.monotonic_ns, "c": changed or {**sample.values}}, separators=(",", ":")
+        )
         self.write(line.encode() + b"\n")
         self._before = sample.values
 
@@ -148,7 +154,7 @@ HostRates = Mapping[str, Numbers]
 """
 
 
-CounterSeries = tuple[NDArray[np.int64], dict[str, Numbers]]
+CounterSeries = tuple[NDArray[np.int64] | Numbers, dict[str, Numbers]]
 """The times of one host's samples, and its counters at each of them."""
 
 
@@ -220,17 +226,31 @@ def summarize_activity(
     for host in hosts:
         if host.rank not in ranks:
             continue
-        series = read_series(counters, host.host)
         # Hosts on one machine share its drives, which count only for the first host.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
-        of_rank = ranks[host.rank]
-        spans = list(of_rank.spans_of(SpanKind.SAVE, SpanKind.LOAD)) or of_rank.spans_of(SpanKind.EPOCH)
-        for span in spans:
-            edges_ns = np.array([span.start_ns, span.end_ns], np.float64)
-            elapsed_s = (span.end_ns - span.start_ns) / 1e9
-            place = (span.kind, span.epoch, span.block, span.step)
-            by_phase[place].append((elapsed_s, host_rates(counted, series, edges_ns)))
+        # Training reads next to its checkpoints, so its blocks take their share.
+        spans = list(ranks[host.rank].spans_of(SpanKind.SAVE, SpanKind.LOAD, SpanKind.BLOCK))
+        if all(span.kind == SpanKind.BLOCK for span in spans):
+            spans = list(ranks[host.rank].spans_of(SpanKind.EPOCH))
+        if not spans:
+            continue
+        # Time and growth outside phases are left out, so that phases adjoin.
+        borders_ns = np.array([(span.start_ns, span.end_ns) for span in spans], np.float64)
+        edges_ns = np.concatenate([[0.0], np.cumsum(np.diff(borders_ns))])
+        moments, values = read_series(counters, host.host)
+        within_ns = np.interp(moments, borders_ns.ravel(), np.repeat(edges_ns, 2)[1:-1])
+        is_within = np.diff(within_ns, prepend=within_ns[:1]) > 0
+        grown = {
+            name: np.cumsum(np.diff(of_name, prepend=of_name[0]) * is_within)
+            for name, of_name in values.items()
+        }
+        rates = host_rates(counted, (within_ns, grown), edges_ns)
+        for number, span in enumerate(spans):
+            if span.kind != SpanKind.BLOCK:
+                place = (span.kind, span.epoch, span.block, span.step)
+                of_span = {what: of_what[[number]] for what, of_what in rates.items()}
+                by_phase[place].append(((span.end_ns - span.start_ns) / 1e9, of_span))
     activities = []
     of_epoch = " of epoch {}" if len({epoch for _, epoch, *_ in by_phase}) > 1 else ""
     for (kind, epoch, _, step), by_host in by_phase.items():

@@ -34,11 +34,8 @@ def fill(folder: Path, samples: list[dict[str, int]], rank: int = 0) -> list[tup
     with CounterSpool(folder, host(rank)) as spool:
         for moment, values in enumerate(samples):
             spool.append(CounterSample(monotonic_ns=moment, values=values))
-            rows += [
-                (f"node{rank}", moment, name, value)
-                for name, value in values.items()
-                if before.get(name) != value
-            ]
+            changed = {name: value for name, value in values.items() if before.get(name) != value}
+            rows += [(f"node{rank}", moment, *counter) for counter in (changed or values).items()]
             before = values
     return rows
 

@@ -1,4 +1,4 @@
-"""Counters are cut at the edges of phases, evenly between samples."""
+"""What happens between two samples belongs to the phases between them."""
 
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,9 @@ def _found(folder: Path, *events: RankEvents, boot_id: str = "") -> list[dict[st
 
 @pytest.mark.parametrize(
     ("start", "end", "part"),
-    [(0.0, 2.0, 0.0), (2.0, 3.0, 1.0), (1.0, 2.5, 0.5), (2.25, 2.75, 0.5), (3.0, 9.0, 0.0)],
+    [(0.0, 2.0, 0.0), (2.0, 3.0, 1.0), (1.0, 2.5, 1.0), (2.25, 2.75, 1.0), (3.0, 9.0, 0.0)],
 )
-def test_phase_gets_its_share_of_growth_between_samples(
+def test_phase_gets_all_that_grew_between_the_samples_around_it(
     tmp_path: Path, start: float, end: float, part: float
 ) -> None:
     (found,) = _found(tmp_path, _events(0, (SpanKind.EPOCH, 1, start, end)))
@@ -89,6 +89,23 @@ def test_phase_gets_its_share_of_growth_between_samples(
     assert found["networks_sent_bytes"] == round(10 * part)
     assert (found["drives_written_bytes"], found["networks_received_bytes"]) == (0, 0)
     assert found["elapsed_s"] == pytest.approx(end - start)
+
+
+def test_phases_between_two_samples_share_what_grew_there_by_their_times(tmp_path: Path) -> None:
+    spans = ((SpanKind.LOAD, 1, 2.1, 2.3), (SpanKind.LOAD, 2, 2.4, 2.7), (SpanKind.LOAD, 3, 4.2, 4.8))
+    found = _found(tmp_path, _events(0, *spans, epochs=(1, 1, 1)))
+    assert [each["drives_read_bytes"] for each in found] == [40, 60, 0]
+    assert [each["cpu_busy_share"] for each in found] == [pytest.approx(0.5), pytest.approx(0.5), 0.0]
+
+
+def test_training_beside_a_checkpoint_does_not_count_as_the_checkpoint(tmp_path: Path) -> None:
+    spans = ((SpanKind.BLOCK, 1, 0.0, 2.75), (SpanKind.SAVE, 1, 2.75, 3.0), (SpanKind.EPOCH, 1, 0.0, 3.0))
+    (found,) = _found(tmp_path, _events(0, *spans, epochs=(1, 1, 1)))
+    assert (found["phase"], found["drives_read_bytes"]) == ("save 1", 25)
+
+
+def test_a_run_that_ended_before_its_first_phase_has_no_activity(tmp_path: Path) -> None:
+    assert _found(tmp_path, _events(0)) == []
 
 
 def test_hosts_are_added_up_and_their_processors_averaged(tmp_path: Path) -> None:
