@@ -71,7 +71,7 @@ class KvCacheOptions:
     gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
     cpu: int = option("--cpu", SIZE, "Size of the cache in host memory (no I/O).", default="0B")
     capacity: int | None = option(
-        "--capacity", SIZE, "Maximum total size of the entries on storage (default: no limit)."
+        "--capacity", SIZE, "Maximum total size of the entries on storage, as scaled (default: no limit)."
     )
     tensor: int = option(
         "--tensor-parallel",
@@ -249,20 +249,19 @@ def _measure(
 
     environment, model = process_environment(), find_model(cache.model, dtype=cache.dtype)
     chunk_bytes = trace.block_tokens * model.bytes_per_token
+    layout = ObjectLayout(
+        tensor=cache.tensor, pipeline=cache.pipeline, is_per_layer=cache.is_per_layer, scale=cache.scale
+    )
+    entry_bytes = sum(layout.part_bytes(model, trace.block_tokens))
     plan = plan_blocks(
         trace,
         model,
         tiers=TierSizes(
             gpu=cache.gpu // chunk_bytes,
             cpu=cache.cpu // chunk_bytes,
-            storage=None if cache.capacity is None else cache.capacity // chunk_bytes,
+            storage=None if cache.capacity is None else cache.capacity // entry_bytes,
         ),
-        layout=ObjectLayout(
-            tensor=cache.tensor,
-            pipeline=cache.pipeline,
-            is_per_layer=cache.is_per_layer,
-            scale=cache.scale,
-        ),
+        layout=layout,
     )
     request = CacheRequest(
         pages=PAGES,

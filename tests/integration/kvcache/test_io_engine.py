@@ -1,5 +1,6 @@
 """Planned operations on real storages: order, damage, memory, ranks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.s3.server import BUCKET, S3Server
 
+from penstock.cli import main
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError
 from penstock.kvcache.block_trace import generate_trace
@@ -363,6 +365,17 @@ def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Pat
         on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     assert "--capacity" in str(raised.value.fix)
     assert not (tmp_path / "store").exists()
+
+
+def test_capacity_means_bytes_on_storage_at_any_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--to", str(tmp_path / "kv"), "--results", str(tmp_path), "--requests", "40"]
+    assert main(["kvcache", "run", *where, "--scale", "1/1024", "--capacity", "1MiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["chunk_bytes"] == 32 << 10
+    assert plan["capacity_bytes"] == 1 << 20
+    assert plan["writes"]["bytes"] > 1 << 20
 
 
 def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Server, tmp_path: Path) -> None:
