@@ -127,6 +127,7 @@ def size(
     document = size_for_users(cached, users, tokens=tokens, tensor=tensor, pipeline=pipeline)
     if trace is not None:
         document["trace"] = size_for_trace(reading.load(trace, terminal), cached)
+    terminal.notes(document["uneven"])
     terminal.result(document, _view_size(document))
 
 
@@ -136,6 +137,13 @@ def _view_size(document: dict[str, Any]) -> View:
         f"{document['bytes_per_token']:,} B a token = {document['total_bytes']:,} B = "
         f"{format_bytes(document['total_bytes'])}"
     )
+    if document["ranks"] > 1:
+        each = document["rank_bytes_per_token"]
+        rank_bytes = document["users"] * document["tokens_per_user"] * each
+        yield (
+            f"each of {document['ranks']:,} ranks keeps at most {each:,} B a token = "
+            f"{format_bytes(rank_bytes, at_least=True)}"
+        )
     if theirs := document["upstream"]:
         yield (
             f"mlpstorage datasize (v3.0) counts {theirs['bytes_per_token']:,} B a token: "

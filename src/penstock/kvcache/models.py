@@ -76,6 +76,20 @@ class KvModel:
         heads = -(-self.kv_heads // tensor)
         return layers * 2 * heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
+    def say_uneven(self, *, tensor: int, pipeline: int) -> list[str]:
+        """Say in sentences what these ranks cannot divide evenly."""
+        texts = []
+        if self.latent_dims and tensor > 1:
+            texts.append(
+                "Each tensor-parallel rank keeps the whole latent of MLA, which has no heads to divide."
+            )
+        elif self.kv_heads % tensor:
+            what = "ranks share heads" if tensor > self.kv_heads else "some ranks keep one more"
+            texts.append(f"{self.kv_heads} KV heads do not divide evenly among {tensor} ranks: {what}.")
+        if self.layers % pipeline:
+            texts.append(f"{self.layers} layers do not divide evenly among {pipeline} ranks.")
+        return texts
+
 
 _SHIPPED: Final = (
     ("tiny-1b", 12, 8, 4, 128, 0),
@@ -181,7 +195,9 @@ def size_for_users(
     document = {
         "model": model.name,
         "bytes_per_token": model.bytes_per_token,
+        "ranks": tensor * pipeline,
         "rank_bytes_per_token": model.rank_bytes_per_token(tensor=tensor, pipeline=pipeline),
+        "uneven": model.say_uneven(tensor=tensor, pipeline=pipeline),
         "users": users,
         "tokens_per_user": tokens,
         "user_bytes": tokens * model.bytes_per_token,

@@ -45,6 +45,39 @@ def test_ranks_divide_heads_and_layers_but_not_the_latent() -> None:
     assert large.rank_bytes_per_token(pipeline=3) == 27 * large.layer_bytes_per_token
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "shown", "noted"),
+    [
+        ("llama3.1-8b", (4, 2), "each of 8 ranks keeps at most 16,384 B a token = 1 GiB", ""),
+        (
+            "llama3.1-8b",
+            (3, 1),
+            "each of 3 ranks keeps at most 49,152 B a token = 3 GiB",
+            "8 KV heads do not",
+        ),
+        (
+            "llama3.1-8b",
+            (16, 1),
+            "each of 16 ranks keeps at most 16,384 B a token = 1 GiB",
+            "8 KV heads do not",
+        ),
+        ("llama3.1-8b", (1, 5), "each of 5 ranks keeps at most 28,672 B a token", "32 layers do not divide"),
+        ("deepseek-v3", (8, 1), "each of 8 ranks keeps at most 70,272 B a token", "keeps the whole latent"),
+        ("llama3.1-8b", (1, 1), "users x", ""),
+    ],
+)
+def test_the_bytes_of_a_rank_are_shown_and_uneven_divisions_noted(
+    model: str, ranks: tuple[int, int], shown: str, noted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["kvcache", "size", "--model", model, "--users", "8", "--tokens", "8192"]
+    words += ["--tensor-parallel", str(ranks[0]), "--pipeline-parallel", str(ranks[1])]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert shown in told.out
+    assert ("ranks" in told.out) == (ranks != (1, 1))
+    assert noted in told.err if noted else not told.err
+
+
 def test_a_configuration_and_changes_describe_a_model_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(
