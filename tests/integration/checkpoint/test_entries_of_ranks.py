@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.utils._pytree import tree_map
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.plan import save_plan
-from penstock.errors import RankFailed
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,13 +203,69 @@ def test_too_many_entries_to_note_are_told_at_save(tmp_path: Path) -> None:
     assert not others
 
 
-def save_a_name_of_a_rank(rank: int, folder: Path) -> str:
-    with pytest.raises(RankFailed) as caught:
-        pc.save({"x": rank, "x@rank1": 42}, folder / "saved")
-    dist.barrier()
-    return str(caught.value)
+MARKED: dict[str, list[dict[str, Any]]] = {
+    "on all ranks": [{"x": 0, "x@rank1": 42}, {"x": 1, "x@rank1": 42}],
+    "on rank 0 alone": [{"x@rank1": 42}, {"x": 1}],
+    "on a rank that has nothing else": [{"x": 0}, {"x": 1}, {"x@rank1": 42}],
+    "on two ranks of four": [{"x": 0}, {"x": 1}, {"x@rank1": 42}, {"x@rank1": 43}],
+    "tensor": [{"x": ONE}, {"x": TWO}, {"x@rank1": ONE}],
+    "tensor and value": [{"x": ONE}, {"x": TWO}, {"x@rank1": 42}],
+    "in a part": [{"x": 0}, {"part": Loader({"x": 1})}, {"part": Loader({"x@rank1": ONE})}],
+}
 
 
-def test_a_name_that_a_rank_s_own_value_would_get_is_refused(tmp_path: Path) -> None:
-    for told in on_gloo_ranks(2, save_a_name_of_a_rank, tmp_path):
-        assert "The state has 'x' and 'x@rank1', the name of rank 1's own value of the first" in told
+def save_names_of_a_rank(rank: int, size: int, root: Path) -> list[str]:
+    found = []
+    for name, states in ((name, states) for name, states in MARKED.items() if len(states) <= size):
+        state, folder = dict(enumerate(states)).get(rank, {"other": 1}), root / name
+        for save in (
+            lambda: pc.save(state, folder),  # noqa: B023 - called at once
+            lambda: pc.dry_run(state),  # noqa: B023
+            lambda: stock_save(state, checkpoint_id=folder, planner=pc.SavePlanner()),  # noqa: B023
+        ):
+            with pytest.raises((UsageError, CheckpointException)) as caught:
+                save()
+            found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_name_that_a_rank_s_own_value_would_get_is_refused(tmp_path: Path, size: int) -> None:
+    for found in on_gloo_ranks(size, save_names_of_a_rank, size, tmp_path):
+        for told in found:
+            assert re.search(r"The state has '(part\.)?x' and '(part\.)?x@rank1'", told)
+            assert "the name of rank 1's own value of the first. Rename one of them." in told
+    assert not any(path.name == ".metadata" for path in tmp_path.rglob("*"))
+
+
+NAMES: dict[str, list[dict[str, Any]]] = {
+    "no other": [{"x@rank1": 42}, {"z": 1}, {"x@rank1": 42}, {}],
+    "own values": [{"x@rank1": rank} for rank in range(4)],
+    "own tensors": [{"x@rank1": torch.full((1,), rank)} for rank in range(4)],
+}
+
+
+def save_names_alone(rank: int, root: Path) -> None:
+    for name, states in NAMES.items():
+        pc.save({"part": states[rank]}, root / name)
+
+
+def load_names_alone(rank: int, root: Path) -> list[str]:
+    found = []
+    for name, states in NAMES.items():
+        state = {"part": tree_map(lambda value: value * 0, states[rank])}
+        pc.load(state, root / name)
+        found.append(repr(state["part"]))
+        state = {"part": {"x": -1}}
+        pc.load(state, root / name, strict=False)
+        found.append(repr(state["part"]))
+    return found
+
+
+def test_a_name_like_that_of_a_rank_s_own_value_comes_back_on_any_number_of_ranks(tmp_path: Path) -> None:
+    on_gloo_ranks(4, save_names_alone, tmp_path)
+    for size in (1, 2, 4):
+        for rank, found in enumerate(on_gloo_ranks(size, load_names_alone, tmp_path)):
+            expected = [repr(states[rank]) for states in NAMES.values()]
+            assert found[::2] == expected
+            assert found[1::2] == ["{'x': -1}"] * len(NAMES)

@@ -37,7 +37,7 @@ from penstock.checkpoint.state.regions import (
     region_table,
     rows_outside,
 )
-from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, Path, rank_object_name
+from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, Path, rank_object_name, require_unmarked
 from penstock.cluster.comm import Comm, decide_on_rank0, divide_on_rank0
 from penstock.errors import PenstockError, UsageError
 
@@ -249,6 +249,9 @@ def plan_job(
     holdings: Sequence[Holdings], options: SaveOptions
 ) -> tuple[RankRegions, tuple[RankObjects, ...]]:
     """Decide what each rank writes, tensors and objects, from what all ranks hold, in rank order."""
+    # Ranks with equal lists have one in common.
+    lists = {id(held): held for own in holdings for held in (own.tensors, own.objects)}
+    require_unmarked(dict.fromkeys(each.name for held in lists.values() for each in held))
     objects = assign_objects(holdings)
     renamed = [
         rename_own_tensors(held, found.own_tensors, rank)

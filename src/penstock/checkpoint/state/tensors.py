@@ -30,7 +30,6 @@ from penstock.checkpoint.state.walk import (
     Owner,
     is_stateful,
     matches_pattern,
-    require_unmarked,
     walk,
 )
 from penstock.errors import DataDamaged, PenstockError, UsageError, name_some
@@ -199,8 +198,6 @@ def collect_for_save(
                 fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
             )
         leaves = chosen
-    # Even for a single process, because several may load what it saves.
-    require_unmarked([leaf.name for leaf in leaves])
     local_state = _collect(leaves, key_types, is_saved=True)
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):

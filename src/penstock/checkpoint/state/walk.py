@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol, TypeGuard
@@ -251,13 +251,14 @@ def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]])
     return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
 
 
-def require_unmarked(names: Sequence[str]) -> None:
-    """Raise `UsageError` for a name that a single rank's value of another leaf could get, too."""
-    marked = [name for name in names if RANK_MARK in name]
-    known = set(names) if marked else set()
-    for name in marked:
-        of, _, rank = name.rpartition(RANK_MARK)
-        if of in known and rank.isdecimal():
+def require_unmarked(names: Collection[str]) -> None:
+    """Raise `UsageError` for a name that a single rank's value of another leaf could get, too.
+
+    `names` has those of all ranks. A single process is no exception, because several may load what it saves.
+    """
+    for name in names:
+        of, mark, rank = name.rpartition(RANK_MARK)
+        if mark and of in names and rank.isdecimal():
             raise UsageError(
                 f"The state has {of!r} and {name!r}, the name of rank {rank}'s own value of the first",
                 fix="Rename one of them.",
