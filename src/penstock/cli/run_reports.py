@@ -95,7 +95,8 @@ def view_training(result: TrainingResult) -> View:
     for note in train.notes:
         yield f"  note      {note}"
     if stages.ceiling is not None:
-        yield f"  harness   AU {stages.ceiling['au_compat']:.2f} % on storage that costs nothing"
+        excuse = "" if result.ceiling else ": does not count, the run exceeded it"
+        yield f"  harness   AU {stages.ceiling['au_compat']:.2f} % on storage that costs nothing{excuse}"
     if train.verdict is not None:
         yield f"  limit     {train.verdict.bottleneck.value}"
         for sentence in train.verdict.evidence:

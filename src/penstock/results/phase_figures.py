@@ -180,9 +180,12 @@ def compute_phase_figures(
     workload: Workload,
     *,
     phase: StepPhase = StepPhase.TRAIN,
-    ceiling: float | None = None,
+    ceiling: Mapping[str, Any] | None = None,
 ) -> PhaseFigures | None:
-    """Compute the figures of a phase; return None if no epoch has a block that all ranks completed."""
+    """Compute the figures of a phase; return None if no epoch has a block that all ranks completed.
+
+    `ceiling` has the figures of the same run on zero-cost storage, if they were measured.
+    """
     if not ranks:
         return None
     window = choose_window(workload, num_ranks=len(ranks), phase=phase)
@@ -204,6 +207,7 @@ def compute_phase_figures(
     )
     threshold = workload.metric.au
     meets_threshold = compat.mean >= threshold * 100
+    limit = counted_ceiling(ceiling, compat.mean)
     return PhaseFigures(
         epochs=tuple(epochs),
         au_compat_percent=compat,
@@ -217,11 +221,24 @@ def compute_phase_figures(
         read_bytes_per_s=_rate(read_bytes, elapsed_s),
         meets_threshold=meets_threshold,
         times=times,
-        verdict=find_bottleneck(times, threshold=threshold, passed=meets_threshold, ceiling=ceiling)
+        verdict=find_bottleneck(
+            times,
+            threshold=threshold,
+            passed=meets_threshold,
+            ceiling=limit["compute_share"] if limit else None,
+        )
         if times
         else None,
         notes=(note,) if without else (),
     )
+
+
+def counted_ceiling(ceiling: Mapping[str, Any] | None, au_percent: float) -> Mapping[str, Any] | None:
+    """Return the figures of a run on zero-cost storage; None if they do not count.
+
+    A run that exceeded them, with this AU, disproves them: the client was busy when they were measured.
+    """
+    return None if ceiling and ceiling["au_compat"] < au_percent else ceiling
 
 
 def mean_and_stdev(values: Sequence[float]) -> Mean:

@@ -42,6 +42,7 @@ from penstock.results.phase_figures import (
     Bottleneck,
     PhaseFigures,
     TimeBreakdown,
+    counted_ceiling,
     epoch_rows,
     judge,
     resident_share,
@@ -67,7 +68,7 @@ class TrainingRun:
     """The data that the page shows.
 
     `passed` is true if the utilization that the workload requires was reached; `ceiling` is the result on
-    zero-cost storage, None if that was not measured.
+    zero-cost storage, None if that was not measured or does not count.
     """
 
     record: RunRecord
@@ -132,7 +133,9 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
         asked_percent=workload.metric.au * 100,
         shift=find_wait_shift(steps, first=workload.metric.exclude_start_steps),
         passed=figures is not None and figures.meets_threshold,
-        ceiling=stages.get("ceiling"),
+        ceiling=counted_ceiling(
+            stages.get("ceiling"), figures.au_compat_percent.mean if figures is not None else 0.0
+        ),
         storage_uri=str(stages.get("storage", {}).get("uri", "URI")),
     )
 
@@ -145,7 +148,11 @@ def _banner(run: TrainingRun) -> Banner:
     verdict = judge(figures, run.record.deliveries, run.stages.get("epochs", []))
     figure = "no epoch is complete"
     if figures is not None:
-        ceiling = f" (ceiling of this client {run.ceiling['au_compat']:.1f} %)" if run.ceiling else ""
+        measured, excuse = (
+            run.stages.get("ceiling"),
+            "" if run.ceiling else ": does not count, the run exceeded it",
+        )
+        ceiling = f" (ceiling of this client {measured['au_compat']:.1f} %{excuse})" if measured else ""
         figure = (
             f"AU {figures.au_compat_percent.mean:.2f} %, {run.asked_percent:.0f} % asked{ceiling}; "
             f"{figures.samples_per_s_strict:,.1f} samples/s and {format_rate(figures.read_bytes_per_s)} for "
@@ -325,7 +332,7 @@ def _highlights(run: TrainingRun) -> Iterator[Chart]:
         run=name,
         series=[Series(x=steps.edges, y=rates)],
         limits={f"ceiling {ceiling['samples_per_s']:,.1f}": ceiling["samples_per_s"]} if ceiling else {},
-        note=f"mean {rates.mean():,.1f}",
+        note=f"mean {rates.mean():,.1f}, time between epochs included",
     )
     shares = steps.shares("start_ns", "loaded_ns")
     rows = np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0))
@@ -442,14 +449,14 @@ def _bytes(run: TrainingRun) -> Iterator[Chart]:
     hosts = list(run.hosts.values())
     delivered: Numbers = np.sum([host["drives_read"] + host["networks_received"] for host in hosts], axis=0)
     most = max(asked.max(), delivered.max() if hosts else 0.0)
-    total = run.figures.read_bytes if run.figures else 0
+    total, mean = run.figures.read_bytes if run.figures else 0, format_rate(float(asked.mean()))
     notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]
     drawn: list[tuple[str, Tone, Numbers, str]] = [
         (
             "Asked for by steps",
             "full",
             asked,
-            f"{format_bytes(total)} in all epochs, {format_rate(float(asked.mean()))} on average",
+            f"{format_bytes(total)} in all epochs; mean {mean}, time between epochs included",
         ),
         ("Delivered by drives and networks", "dark", delivered, "; ".join(notes)),
     ]

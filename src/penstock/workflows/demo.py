@@ -218,7 +218,7 @@ def say_headline(tour: Tour) -> str:
 
 def say_training(tour: Tour) -> str:
     """State the result of a small training run on this storage, and what each accelerator needs."""
-    train, ceiling = tour.training.train, tour.training.stages.ceiling
+    train, ceiling = tour.training.train, tour.training.ceiling
     above = f", {ceiling['au_compat']:.1f} % is this client's ceiling" if ceiling else ""
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
     return (
@@ -257,7 +257,7 @@ def say_limits(tour: Tour) -> str:
 
 def say_what_helps(tour: Tour) -> str:
     """Name the change that would help most."""
-    ceiling, train = tour.training.stages.ceiling, tour.training.train
+    ceiling, train = tour.training.ceiling, tour.training.train
     if ceiling is not None and ceiling["au_compat"] < _ASKED:
         return "More or faster cores: this client does not reach 90 % on storage that costs nothing."
     rate, _ = probe_page.read_rate(tour.probe, load(_WORKLOADS[0]).workload)
@@ -331,7 +331,7 @@ def make_demo_page(tour: Tour) -> Report:
 def _utilization(tour: Tour) -> Chart:
     steps = RunSteps.of_events(read_events(Path(tour.training.results_dir)))
     assert steps is not None, "a training that ended has steps"
-    ceiling = tour.training.stages.ceiling
+    ceiling = tour.training.ceiling
     limits = {"asked 90 %": _ASKED}
     if ceiling is not None:
         limits[f"ceiling {ceiling['au_compat']:.1f} %"] = ceiling["au_compat"]

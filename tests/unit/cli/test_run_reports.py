@@ -157,6 +157,13 @@ def test_what_a_training_run_lacks_is_left_out() -> None:
     ]
 
 
+def test_a_harness_limit_that_the_run_exceeded_does_not_count() -> None:
+    stages = replace(STAGES, ceiling={"steps": 9, "au_compat": 88.2, "au_strict": None, "samples_per_s": 2.0})
+    shown = lines(view_training(replace(RESULT, stages=stages)))
+    said = "  harness   AU 88.20 % on storage that costs nothing: does not count, the run exceeded it"
+    assert said in shown
+
+
 def test_checkpoints_without_a_rate_are_counted_all_the_same() -> None:
     saved = {**(STAGES.checkpoints or {}), "gib_per_s": None}
     shown = lines(view_training(replace(RESULT, stages=replace(STAGES, checkpoints=saved))))

@@ -34,11 +34,31 @@ TRAINING = {
         TrainingStory(),
         {
             "Passed?": "passed",
-            "How much": "AU 98.04 %, 90 % asked (ceiling of this client 98.0 %); 274.5 samples/s and "
+            "How much": "AU 98.04 %, 90 % asked (ceiling of this client 98.5 %); 274.5 samples/s and "
             "275 MiB/s for 4 H100s",
             "Limited by": "nothing: Of the accelerators' time 98.0% was computation",
             "Since": "no change",
             "To do": "Nothing.",
+            "Troubles": "",
+        },
+    ),
+    "ceiling measured on a busy client": (
+        TrainingStory(ceiling_percent=80.0),
+        {
+            "Passed?": "passed",
+            "How much": "AU 98.04 %, 90 % asked (ceiling of this client 80.0 %: does not count, the run "
+            "exceeded it); 274.5 samples/s",
+            "Limited by": "nothing: Of the accelerators' time 98.0% was computation",
+            "To do": "Nothing.",
+            "Troubles": "",
+        },
+    ),
+    "slow storage, and a ceiling measured on a busy client": (
+        TrainingStory(waits=lambda *_: 0.05, read_share=0.6, ceiling_percent=60.0),
+        {
+            "Passed?": "failed",
+            "Limited by": "storage. Of the accelerators' time 66.7% was computation",
+            "To do": "Compare with the storage's limits: `penstock storage probe direct:///mnt/pfs/unet3d`.",
             "Troubles": "",
         },
     ),
@@ -111,6 +131,14 @@ def test_a_training_page_answers_five_questions_and_names_the_trouble(
     assert {question: found[question][: len(text)] for question, text in expected.items()} == expected
     assert all(found[question] for question in ("How much", "Limited by", "Since", "To do"))
     assert bool(found["Troubles"]) == bool(expected["Troubles"])
+
+
+def test_means_of_charts_say_that_they_include_what_the_figures_leave_out(tmp_path: Path) -> None:
+    page = draw_run(record_training(tmp_path, TrainingStory()), {})
+    charts = [*page.highlights, *(chart for section in page.sections for chart in section.charts)]
+    means = [chart.note for chart in charts if "mean " in chart.note]
+    assert len(means) == 2
+    assert all(mean.endswith(", time between epochs included") for mean in means)
 
 
 CHECKPOINTS = {

@@ -146,8 +146,8 @@ def _write_results(
     event_files.gather_events(run.folder, run.record.ranks)
     counter_files.gather_counters(run.folder)
     events = event_files.read_events(run.folder)
-    share = stages.ceiling["compute_share"] if stages.ceiling else None
-    train, waits = phase_figures.compute_phase_figures(events, workload, ceiling=share), stages.waits
+    train = phase_figures.compute_phase_figures(events, workload, ceiling=stages.ceiling)
+    waits = stages.waits
     if train is None or waits is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     verdict = train.verdict

@@ -11,7 +11,7 @@ from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.results.counter_files import IoReconciliation
-from penstock.results.phase_figures import EpochRate, PhaseFigures, judge
+from penstock.results.phase_figures import EpochRate, PhaseFigures, counted_ceiling, judge
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
@@ -120,6 +120,11 @@ class TrainingResult:
     def verdict(self) -> str:
         """The verdict of the page, the terminal, `--json` and the exit code; see `phase_figures.judge`."""
         return judge(self.train, self.stages.deliveries, self.stages.epochs)
+
+    @property
+    def ceiling(self) -> Mapping[str, Any] | None:
+        """The figures on storage that costs no time; None if unknown, or disproved by this run."""
+        return counted_ceiling(self.stages.ceiling, self.train.au_compat_percent.mean)
 
     def document(self) -> dict[str, Any]:
         """Return the document of `--json`. AU is in percent; `read_bytes` counts training epochs."""

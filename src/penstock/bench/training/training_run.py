@@ -359,8 +359,8 @@ def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) 
     events = event_files.read_events(run.folder)
     # Without computation, every harness limit is near 0 and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
-    share = stages.ceiling["compute_share"] if stages.ceiling and is_computing else None
-    train = phase_figures.compute_phase_figures(events, workload, ceiling=share)
+    ceiling = stages.ceiling if is_computing else None
+    train = phase_figures.compute_phase_figures(events, workload, ceiling=ceiling)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
