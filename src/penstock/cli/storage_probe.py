@@ -34,7 +34,10 @@ def probe(
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
     ),
     size_bytes: int = option(
-        "--size", SIZE, "Bytes to transfer in each measurement, over all ranks.", default="2GiB"
+        "--size",
+        SIZE,
+        "Bytes to transfer in each measurement, over all ranks (at least a block per stream).",
+        default="2GiB",
     ),
     streams: tuple[int, ...] = option(
         "--streams",

@@ -28,7 +28,16 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
         return
     folder = nearest_folder(root)
     if find_room(folder) < size_bytes:
-        free_bytes = shutil.disk_usage(folder).free
+        total_bytes, _, free_bytes = shutil.disk_usage(folder)
+        if not (total_bytes and os.access(folder, os.W_OK)):
+            why = (
+                "you may not write to the folder" if total_bytes else "the file system has no room for files"
+            )
+            raise OutOfSpace(
+                f"{what} cannot be written here: {why}",
+                uri=str(folder),
+                fix="Name a folder in which you may write, on a disk or another storage system.",
+            )
         raise OutOfSpace(
             f"{what} takes {format_bytes(size_bytes, at_least=True)}, but only {format_bytes(free_bytes)} "
             "are free",

@@ -27,6 +27,13 @@ def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(t
     assert caught.value.fix == "Make room, or write less."
 
 
+def test_where_no_file_can_be_written_that_is_said_instead() -> None:
+    with pytest.raises(OutOfSpace, match=r"This cannot be written here: .* has no room for files") as caught:
+        require_free_space(Path("/proc/x"), 1, what="This", fix="write less")
+    assert caught.value.where == "/proc"
+    assert caught.value.fix == "Name a folder in which you may write, on a disk or another storage system."
+
+
 def test_a_storage_without_a_folder_is_not_checked() -> None:
     require_free_space(find_local_root(MemoryStorage()), 1 << 60, what="This", fix="write less")
 

@@ -98,7 +98,7 @@ class ProbeFolder:
             self.folder,
             size_bytes,
             what="Each measurement of this probe",
-            fix="give a smaller --size",
+            fix="give a smaller --size, or fewer --streams and smaller --blocks",
         )
 
 

@@ -148,7 +148,7 @@ class ProbeResult:
     """All measurements of one probe, with the storage options of each mode and the storages' counters.
 
     `size_bytes` is the requested size; each measurement has the bytes that it transferred, and `notes`
-    explain why they are fewer. `place` is when and where the probe ran: time, version, kernel, and the mount
+    explain why they are others. `place` is when and where the probe ran: time, version, kernel, and the mount
     of a local folder.
     """
 
@@ -319,6 +319,12 @@ def _probe_location(
             notes.append(
                 f"{place.mode}: files there cannot leave this host's memory, so these are its figures"
                 " (tmpfs?)."
+            )
+        moved_bytes = max((one.moved_bytes for one in measurements), default=0)
+        if moved_bytes > request.size_bytes:
+            notes.append(
+                f"{place.mode}: each stream moves at least one block, so measurements moved up to "
+                f"{format_bytes(moved_bytes)}, more than the {format_bytes(request.size_bytes)} requested."
             )
         if affordable_bytes < request.size_bytes:
             expected_s = request.size_bytes / affordable_bytes * request.max_seconds
