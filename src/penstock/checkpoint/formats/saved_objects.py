@@ -18,8 +18,17 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MemberDescriptorType
+from collections.abc import Callable, Collection, Mapping
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    NoneType,
+    WrapperDescriptorType,
+)
 from typing import Any, Final
 
 import numpy as np
@@ -42,12 +51,13 @@ _MOST_ENTROPY = 1024
 
 def names_beyond_data(value: object) -> list[str]:
     """Return the classes and functions in an archive's value for which a load needs `trust`."""
-    beyond = set()
+    kinds, beyond = set(), set()
     for found in inside(value):
         if isinstance(found, Opaque) or (isinstance(found, type) and issubclass(found, Opaque)):
-            beyond |= {found.kind} if _find_data(found.kind) is None else set()
+            kinds.add(found.kind)
         elif type(found) not in PLAIN:
             beyond.add("a class or function of torch or Python")
+    beyond |= {kind for kind in kinds if _find_data(kind) is None}
     return sorted(beyond)
 
 
@@ -62,6 +72,7 @@ class Rebuilding:
         self._records: dict[str, bytearray] = {}
         self._made: dict[int, tuple[Any, Any]] = {}
         self._used: set[int] = set()
+        self._kinds: dict[str, Any] = {}
 
     def made(self, value: Any) -> Any:
         """Rebuild a value, or return it if it was rebuilt before."""
@@ -113,12 +124,21 @@ class Rebuilding:
         if make is not None:
             self._require_own_contents(value)
             return make(self.made(value.arguments), self.made(value.state))
-        kind = _known(value.kind)
+        if value.kind not in self._kinds:
+            self._kinds[value.kind] = _known(value.kind)
+        kind = self._kinds[value.kind]
         if not isinstance(kind, type) or value.kind in _TYPES:
             require(False, f"{value.kind} is called with invalid arguments")  # noqa: FBT003
         if issubclass(kind, enum.Enum):
             require(len(value.arguments) == 1, f"{value.kind} is a member of an enum without a value")
-            return kind(self.made(value.arguments[0]))
+            member = self.made(value.arguments[0])
+            # The enum's own error would show any other value, by code of its class.
+            is_plain = type(member) in (str, int, float, bool, bytes)
+            known = kind._member_map_.values()
+            require(
+                is_plain or any(member == one._value_ for one in known), f"{value.kind} has no such member"
+            )
+            return kind(member)
         if issubclass(kind, tuple):
             fields: tuple[str, ...] = kind._fields
             require(len(value.arguments) == len(fields), f"{value.kind} has {len(fields)} fields")
@@ -130,9 +150,18 @@ class Rebuilding:
         return made
 
     def _require_own_contents(self, value: Opaque) -> None:
-        """Refuse shared contents: numpy copies the contents of arrays, so they would multiply memory."""
-        state = value.state if isinstance(value.state, tuple) else ()
+        """Refuse shared contents: numpy copies the contents of arrays, so they would multiply memory.
+
+        Refuse instances of other classes, too, except in an array or Counter: numpy and torch call methods of
+        what they get.
+        """
+        state = value.state if isinstance(value.state, tuple) else (value.state,)
         for part in (*value.arguments, *state):
+            is_content = isinstance(part, list | dict) and _plain_kind(value.kind) in _CONTAINERS
+            # The contents of an instance are checked when it is rebuilt.
+            held = () if is_content else (part,) if isinstance(part, Opaque) else inside(part)
+            is_plain = all(not isinstance(one, Opaque) or _plain_kind(one.kind) in _MAKERS for one in held)
+            require(is_plain, f"{value.kind} is made of other instances")
             if isinstance(part, bytes | list) and len(part) > _LARGEST_SHARED:
                 require(id(part) not in self._used, f"two objects share the contents of {value.kind}")
                 self._used.add(id(part))
@@ -206,34 +235,69 @@ def _find_data(name: str) -> Any:
         if (found := sys.modules.get(".".join(steps[:length]))) is not None:
             break
     for step in steps[length:]:
-        # Not getattr: a module may import something when it is asked for a name.
-        found = vars(found).get(step) if hasattr(found, "__dict__") else None
-    is_data = isinstance(found, type) and (name in _TYPES or _is_data_class(found))
+        # Nothing but modules and classes is looked into, and not by their own methods: these may import.
+        is_open = issubclass(type(found), type | ModuleType)
+        found = object.__getattribute__(found, "__dict__").get(step) if is_open else None
+    is_data = issubclass(type(found), type) and (name in _TYPES or _is_data_class(found))
     return found if is_data else None
 
 
+_USED: Final = frozenset(
+    {
+        *("__hash__", "__eq__", "__del__", "__setstate__", "__reduce__", "__reduce_ex__"),
+        *("__getattribute__", "__getattr__", "__setattr__", "__class__", "__dict__"),
+    }
+)
+"""What Python may call in an instance that is made, hashed, compared or read."""
+
+
 def _is_data_class(kind: type) -> bool:
+    if _runs_code(type(kind), {"__call__", "__getattribute__", "__getattr__"}):
+        return False
     if issubclass(kind, enum.Enum):
-        return getattr(kind._missing_, "__func__", None) in (
-            enum.Enum.__dict__["_missing_"].__func__,
-            enum.Flag.__dict__["_missing_"].__func__,
+        # New combinations of flags are made like members.
+        flags = {"__new_member__"} if issubclass(kind, enum.Flag) else set()
+        return not _runs_code(
+            kind, (_USED | flags | {"_missing_"}) - {"__reduce__", "__reduce_ex__"}
+        ) and not any(
+            _runs_code(type(member._value_), {"__hash__", "__eq__"}) for member in kind._member_map_.values()
         )
-    own = vars(kind)
     if kind.__bases__ == (tuple,) and hasattr(kind, "_fields"):
-        return not own.keys() & {"__reduce__", "__reduce_ex__", "__setstate__", "__del__"}
+        return not _runs_code(kind, _USED)
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
         return False
-    # Everything that makes an instance must have been generated by `dataclass`.
-    for base in kind.__mro__[:-1]:
-        own = vars(base)
-        if own.keys() & {"__new__", "__post_init__", "__reduce__", "__reduce_ex__", "__del__"}:
-            return False
-        for name in {"__init__", "__setattr__", "__setstate__"} & own.keys():
-            code = getattr(own[name], "__code__", None)
-            is_generated = own[name].__module__ == "dataclasses" or (code and code.co_filename == "<string>")
-            if code is None or not is_generated:
-                return False
-    return True
+    # A field may be computed by a descriptor of the class.
+    own = (vars(base).get(field.name) for field in dataclasses.fields(kind) for base in kind.__mro__)
+    is_plain = all(
+        type(one) in (MemberDescriptorType, FunctionType) or not hasattr(type(one), "__get__") for one in own
+    )
+    return is_plain and not _runs_code(kind, _USED | {"__new__", "__init__", "__post_init__"})
+
+
+def _runs_code(kind: type, names: Collection[str]) -> bool:
+    """Return True if a class or one above it defines one of the `names` other than Python itself does."""
+    for base in kind.__mro__:
+        for name in vars(base).keys() & names:
+            found = vars(base)[name]
+            if type(found) is classmethod:
+                found = found.__func__
+            is_pythons = type(found) in _IN_C or (
+                type(found) is FunctionType
+                and (
+                    found.__globals__.get("__name__") in ("dataclasses", "enum", "typing")
+                    # `dataclass` generates methods inside a function of this name.
+                    or found.__code__.co_qualname.startswith("__create_fn__.")
+                )
+            )
+            if not is_pythons:
+                return True
+    return False
+
+
+_IN_C: Final = (
+    *(WrapperDescriptorType, MethodDescriptorType, BuiltinFunctionType, GetSetDescriptorType),
+    NoneType,
+)
 
 
 def _set_fields(made: Any, kind: type, state: Any) -> None:
@@ -270,6 +334,8 @@ def _counter(arguments: tuple[Any, ...], _: Any) -> Counter[Any]:
     return Counter(counts)
 
 
+_CONTAINERS: Final = ("collections.Counter", "numpy.core.multiarray._reconstruct")
+"""What keeps any values without a call of their methods, except to hash and compare them."""
 _TYPE_CODE: Final = re.compile(r"[biufcOSUVMm][0-9]{1,9}")
 _UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 

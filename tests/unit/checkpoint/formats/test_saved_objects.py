@@ -1,10 +1,14 @@
 """Objects that a checkpoint's writer made to harm are refused, and touch no memory but their own."""
 
+import enum
+import importlib.util
 import io
 import resource
 import struct
+import sys
 import zipfile
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -222,3 +226,185 @@ def test_tensors_of_all_layouts_and_names_of_torch_are_data() -> None:
     assert [part.tolist() for part in again.unbind()] == [part.tolist() for part in nested.unbind()]
     names = (torch.float32, torch.strided, torch.device("cpu"), torch.Size([2]))
     assert load_object(object_bytes(names), "x", trust=False, where="here") == names
+
+
+RAN: list[str] = []
+
+
+def noting(name: str, result: Any = None) -> Any:
+    """Return a method that notes that it ran."""
+
+    def method(self: object, *arguments: object) -> Any:
+        RAN.append(name)
+        return result if result is not None else getattr(object, name)(self, *arguments)
+
+    return method
+
+
+class Call:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.call
+
+
+class Meta(type):
+    __call__ = noting("__call__")
+    __getattribute__ = noting("__getattribute__")
+
+
+class EnumMeta(enum.EnumMeta):
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        RAN.append("__call__")
+        return super().__call__(*arguments, **named)
+
+
+@dataclass(frozen=True)
+class Hashed:
+    seed: int = 1
+    __hash__ = noting("__hash__", 5)
+
+
+@dataclass
+class Read:
+    seed: int = 1
+    __getattribute__ = noting("__getattribute__")
+
+
+@dataclass(slots=True)
+class Asked:
+    seed: int = 1
+    __getattr__ = noting("__getattr__", 5)
+
+
+class Base:
+    __eq__ = noting("__eq__", result=False)
+    __hash__ = noting("__hash__", 5)
+
+
+@dataclass(eq=False)
+class Derived(Base):
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Computed:
+    seed: int = field(default=1)
+
+
+Computed.seed = property(noting("seed", 5))  # type: ignore[assignment]
+
+
+@dataclass
+class OfMeta(metaclass=Meta):
+    seed: int = 1
+
+
+class HashedPair(NamedTuple):
+    left: int = 1
+
+    def __hash__(self) -> int:
+        RAN.append("__hash__")
+        return 5
+
+
+class HashedColor(enum.Enum):
+    RED = 1
+    __hash__ = noting("__hash__", 5)
+
+
+class ColorOfMeta(enum.Enum, metaclass=EnumMeta):
+    RED = 1
+
+
+class ColorOfValues(enum.Enum):
+    RED = Base()
+
+
+class Permission(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+    def __new__(cls, value: int) -> Any:
+        RAN.append("__new__")
+        made = object.__new__(cls)
+        made._value_ = value
+        return made
+
+
+def values_with_code() -> dict[str, Any]:
+    return {
+        "hash": frozenset({Hashed()}),
+        "attribute": Read(),
+        "missing attribute": Asked(),
+        "inherited": frozenset({Derived()}),
+        "property": frozenset({object.__new__(Computed)}),
+        "metaclass": object.__new__(OfMeta),
+        "named tuple": frozenset({HashedPair()}),
+        "enum": frozenset({HashedColor.RED}),
+        "metaclass of an enum": ColorOfMeta.RED,
+        "value of an enum": Call(ColorOfValues, (5,)),
+        "new flags": Permission.READ | Permission.WRITE,
+    }
+
+
+@pytest.mark.parametrize("which", list(values_with_code()))
+def test_a_class_whose_instances_run_code_when_they_are_made_hashed_or_read_needs_trust(which: str) -> None:
+    content = object_bytes((values_with_code()[which],))
+    RAN.clear()
+    with pytest.raises(UsageError, match="is more than data"):
+        load_object(content, "x", trust=False, where="here")
+    assert not RAN
+
+
+@dataclass
+class Counted:
+    """Has methods that numpy would call."""
+
+    seed: int = 1
+    __len__ = noting("__len__", 1)
+    __iter__ = noting("__iter__", iter(()))
+
+
+class Labeled(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Shown:
+    seed: int = 1
+    __repr__ = noting("__repr__", "shown")
+
+
+@pytest.mark.parametrize("which", ["numpy", "no member"])
+def test_methods_of_an_instance_do_not_run_where_it_is_not_expected(which: str) -> None:
+    values = {
+        "numpy": Call(
+            np.random.bit_generator.__dict__["__pyx_unpickle_SeedSequence"],
+            (np.random.SeedSequence, 0, None),
+            ([Counted()], 0, None, 4, ()),
+        ),
+        "no member": Call(Labeled, (Shown(),)),
+    }
+    content = object_bytes((values[which],))
+    RAN.clear()
+    with pytest.raises(DataDamaged, match="The object x cannot be read: "):
+        load_object(content, "x", trust=False, where="here")
+    assert not RAN
+
+
+def test_a_name_in_a_module_that_imports_itself_when_it_is_read_does_not_import_it(tmp_path: Any) -> None:
+    (tmp_path / "lazy_one.py").write_text("raise RuntimeError\n")
+    spec = importlib.util.spec_from_file_location("lazy_one", tmp_path / "lazy_one.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["lazy_one"] = module
+    try:
+        with pytest.raises(UsageError, match="is more than data"):
+            load_object(item(called("lazy_one.Some")), "x", trust=False, where="here")
+    finally:
+        del sys.modules["lazy_one"]
