@@ -111,7 +111,10 @@ def schemas_page() -> Iterator[str]:
 def commands_page() -> Iterator[str]:
     """Every verb with its arguments, options and examples, as `--help` has them."""
     yield "# Commands\n"
-    yield f"What `--help` prints, for all commands. {EXIT_CODES} A path that does not exist is wrong usage.\n"
+    yield (
+        f"What `--help` prints, for all commands. {EXIT_CODES} A path that does not exist, or is a file "
+        "instead of a directory or the reverse, is wrong usage; what the system refuses exits with 1.\n"
+    )
     for words, command in walk(app, ("penstock",)):
         yield f"## {' '.join(words)}\n"
         yield from _command(command)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import ACCELERATOR, SETTINGS, WorkloadOptions
 from penstock.cli.options import option, optional_argument, verb
-from penstock.cli.parsers import FOLDER, WORKLOAD, Parser
+from penstock.cli.parsers import FOLDER, NEW_FOLDER, WORKLOAD, Parser
 from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, table
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
@@ -154,7 +154,7 @@ def demo(
     terminal: Terminal,
     *,
     out: Path = option(
-        "--out", FOLDER, "Work in this directory, and leave report.html in it.", default="penstock-demo"
+        "--out", NEW_FOLDER, "Work in this directory, and leave report.html in it.", default="penstock-demo"
     ),
 ) -> None:
     """Run a short tour of all benchmarks on this machine's disk, and write a report.

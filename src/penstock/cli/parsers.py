@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from penstock.errors import UsageError
+from penstock.errors import AccessRefused, UsageError
 from penstock.units import join_groups, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -209,8 +209,16 @@ def new_file(text: str) -> Path:
     """Parse the path of a file to write. Refuse one that cannot be written before hours of measuring."""
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"No file can be written at {text}", fix="Name a file in a folder of yours.")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", fix="Name a file in it.")
+    if not there.is_dir():
+        raise UsageError(f"{there} is not a directory", fix="Choose a directory.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise AccessRefused(
+            "No file can be created here",
+            uri=str(there),
+            fix="Check the owner and the mode of the directory.",
+        )
     return path
 
 

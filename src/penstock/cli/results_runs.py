@@ -186,7 +186,7 @@ def remove(
     kept = [{**describe(run), "reason": reason} for run, reason in spared]
     terminal.result({"title": title, "runs": list(map(describe, removed)), "spared": kept}, lines)
     if removed and not is_confirmed:
-        raise UsageError("Nothing was deleted", fix="Add --yes to delete these runs.")
+        terminal.note("Nothing was deleted: add --yes to delete these runs.")
 
 
 @verb

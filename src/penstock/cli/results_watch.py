@@ -126,7 +126,7 @@ class _WatchedRun:
 
 
 def _found_dead(status: RunStatus, why: str) -> RunStatus:
-    return replace(status, outcome=DIED, why=why, exit_code=1)
+    return replace(status, outcome=DIED, why=why, exit_code=1, left_s=None)
 
 
 def _without_status(folder: Path, record: RunRecord) -> RunStatus:

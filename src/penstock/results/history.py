@@ -115,7 +115,7 @@ class HistoryFile:
         with system_calls.translate_os_errors("Reading the history of runs", str(self.path)):
             try:
                 content = local_files.read_document(self.path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 content = b""
         return parse_lines(content, str(self.path))
 

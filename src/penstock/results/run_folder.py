@@ -87,11 +87,11 @@ def run_folders(parent: Path) -> list[Path]:
     """Return the folders of runs directly below `parent`, by name, or only `parent` if that is a run."""
     if is_run(parent):
         return [parent]
-    if not parent.exists():
+    if not parent.is_dir():
         raise ObjectNotFound(
             "No such directory of runs",
             uri=str(parent),
-            fix="Give the one that runs were written to: --results DIR.",
+            fix="Give the one that runs were written to: `results ls DIR`, or --results DIR elsewhere.",
         )
     with translate_os_errors("Listing the runs", str(parent)):
         return sorted(folder for folder in parent.iterdir() if is_run(folder))

@@ -282,7 +282,8 @@ def figure_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
         is_bytes = unit.endswith("_bytes")
         rate = format_rate if is_bytes else lambda value: f"{value:,.1f}/s"
         moved = format_bytes(total) if is_bytes else f"{total:,.0f}"
-        yield name, f"{rate(now or 0.0)} now, {rate(mean)} so far, {moved} in all"
+        rates = f"{rate(now or 0.0)} now, {rate(mean)} so far" if status.outcome == RUNNING else rate(mean)
+        yield name, f"{rates}, {moved} in all"
     spent = {unit: status.totals[unit] for unit in _SHARES if unit in status.totals}
     whole_s = sum(spent.values())
     if whole_s:

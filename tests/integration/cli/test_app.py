@@ -1,6 +1,7 @@
 """The command line's surface: help, version, exit codes, errors, JSON, completion, start-up time."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -184,3 +185,42 @@ def test_doctor_json_lists_diagnoses(tmp_path: Path) -> None:
     result = penstock("doctor", "--at", str(tmp_path), "--json")
     assert result.returncode == 0
     assert {"area", "subject", "state", "found", "fix"} <= json.loads(result.stdout)["diagnoses"][0].keys()
+
+
+SMALL_DATA = ("unet3d", "--accelerator", "h100", "--set", "dataset.num_files_train=4")
+SMALL_CHECKPOINT = ("llama3-8b", "--scale", "0.0001", "--results", "runs")
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("training", "generate", *SMALL_DATA, "--data", "file"), "give a folder"),
+        (("training", "generate", *SMALL_DATA, "--data", "file/below"), "give a folder"),
+        ((*PROBE, *QUICK, "file"), "give a folder"),
+        (("checkpoint", "run", *SMALL_CHECKPOINT, "--to", "file"), "give a folder"),
+        (("kvcache", "run", "--requests", "3", "--results", "runs", "--to", "file"), "give a folder"),
+        (("kvcache", "run", "--requests", "3", "--results", "file", "--to", "kv"), "give a folder"),
+        ((*PROBE, *QUICK, "data", "--trace", "file"), "cannot have the same name"),
+        (("trace", "record", "--out", "file", "--", "true"), "give a folder"),
+        (("demo", "--out", "file"), "Choose a directory"),
+        (("results", "ls", "file"), "results ls DIR"),
+        (("results", "ls", "absent"), "results ls DIR"),
+        (("results", "show", "run", "--results", "file"), "--results DIR"),
+        (("submission", "check", "file"), "Give a round's"),
+    ],
+)
+def test_a_file_in_place_of_a_directory_is_wrong_usage(
+    words: tuple[str, ...], fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    result = penstock(*words)
+    assert result.returncode == 2, result.stderr
+    assert re.search(fix, result.stderr)
+
+
+def test_a_refused_directory_is_not_wrong_usage(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.pfw"
+    trace.write_text("[\n")
+    result = penstock("trace", "load", str(trace), "--out", "/proc/1/new.events")
+    assert (result.returncode, "owner" in result.stderr) == (1, True)

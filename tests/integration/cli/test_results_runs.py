@@ -31,9 +31,9 @@ def failed(parent: Path) -> str:
     return run.folder.name
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["results", *words, "--json"]) == code
+    assert main(["results", *words, "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
 
@@ -41,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
 def test_runs_are_deleted_once_that_is_confirmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     first, second = finished(tmp_path, "penstock"), failed(tmp_path)
-    document = told(capsys, "rm", "--status", "failed", *here, code=2)
+    document = told(capsys, "rm", "--status", "failed", *here)
     assert [run["name"] for run in document["runs"]] == [second]
     assert (tmp_path / second).is_dir()
     told(capsys, "rm", "--status", "failed", "--yes", *here)
@@ -55,7 +55,7 @@ def test_a_removal_documents_what_is_known_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = finished(tmp_path, "penstock", "workloads")
-    (known,) = told(capsys, "rm", name, "--results", str(tmp_path), code=2)["runs"]
+    (known,) = told(capsys, "rm", name, "--results", str(tmp_path))["runs"]
     started = datetime.fromisoformat(known.pop("started"))
     assert timedelta(0) <= datetime.now(UTC) - started < timedelta(minutes=5)
     assert known == {
@@ -74,7 +74,7 @@ def test_a_removal_documents_what_is_known_of_a_run(
 
 def test_newest_runs_are_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [finished(tmp_path, "penstock") for _ in range(3)]
-    answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path), code=2)
+    answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path))
     assert [run["name"] for run in answer["runs"]] == names[:1]
     assert {run["name"]: run["reason"] for run in answer["spared"]} == dict.fromkeys(
         names[1:], "one of the last 2"
@@ -138,7 +138,7 @@ def test_a_removal_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str
     here = ("--results", str(tmp_path))
     name = finished(tmp_path, "penstock")
     for words, code, said in (
-        (("rm", name), 2, f"Would be deleted:\n  {name}  finished"),
+        (("rm", name), 0, f"Would be deleted:\n  {name}  finished"),
         (("rm", "--keep-last", "1"), 0, f"No run matches.\n  kept: {name}  finished (one of the last 1)"),
         (("rm", name, "--yes"), 0, f"Deleted:\n  {name}  finished"),
     ):

@@ -206,7 +206,7 @@ def test_a_disk_that_refuses_for_a_while_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"A trace could not be written.*file/traces"):
+    with pytest.raises(StorageError, match=r"Creating failed.*file/traces.*give a folder"):
         TraceRecorder(tmp_path / "file" / "traces").record(WORK, clock_ns())
 
 

@@ -10,7 +10,7 @@ from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import ContentCheck
 from penstock.cli import parsers
 from penstock.cluster.gates.gate_model import Gate
-from penstock.errors import UsageError
+from penstock.errors import AccessRefused, UsageError
 
 
 def test_values_of_every_kind_are_parsed() -> None:
@@ -142,13 +142,22 @@ def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
         parsers.SCALE(text)
 
 
-@pytest.mark.parametrize("name", ["file/new.html", "", "/proc/1/new.html"])
-def test_a_place_for_no_file_is_refused_before_the_work_begins(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        ("file/new.html", UsageError, "file is not a directory"),
+        ("", UsageError, "is a directory"),
+        ("/proc/1/new.html", AccessRefused, "No file can be created here"),
+    ],
+)
+def test_a_place_for_no_file_is_refused_before_the_work_begins(
+    name: str, kind: type[Exception], why: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     for parser in (parsers.NEW_PAGE, parsers.NEW_FILE):
-        with pytest.raises(UsageError, match="No file can be written at"):
+        with pytest.raises(kind, match=why):
             parser(str(tmp_path / name))
-    with pytest.raises(UsageError, match="No file can be written at"):
+    with pytest.raises(UsageError, match="file is not a directory"):
         parsers.NEW_FOLDER(str(tmp_path / "file"))
     assert parsers.NEW_FILE(str(tmp_path / "a/b/new.csv")) == tmp_path / "a/b/new.csv"
     assert parsers.NEW_FOLDER(str(tmp_path / "a/b")) == tmp_path / "a/b"

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.results.run_status import (
     Meter,
     RunStatus,
     StatusFile,
+    figure_lines,
     phase_sentence,
     read_status,
     state_sentence,
@@ -82,6 +84,8 @@ def test_rates_and_the_time_left_follow_from_what_was_counted(clock: Clock) -> N
         "epoch 1 of 2: 70 of 100 steps (70%); samples 5.0/s now; read 512 MiB/s now; 35% of the run, "
         "about 3 min 15 s left"
     )
+    ended = dict(figure_lines(replace(status, outcome="finished")))
+    assert ended["samples"] == "7.8/s, 700 in all"
 
 
 def test_pauses_between_phases_slow_no_mean(clock: Clock) -> None:

@@ -25,6 +25,7 @@ from penstock.errors import (
     OutOfSpace,
     StorageError,
     StorageTimeout,
+    UsageError,
 )
 
 
@@ -148,6 +149,8 @@ _KINDS: dict[int, type[StorageError]] = {
 }
 
 _FIXES_BY_NUMBER = {
+    errno.ENOTDIR: "Part of this path is a file: give a folder.",
+    errno.EISDIR: "This is a folder: give a file.",
     errno.EROFS: "It is mounted read-only: use another file system, or mount it for writing.",
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
     errno.EXDEV: "Nothing can be renamed in lower layers of an overlay (container images): use a volume.",
@@ -179,12 +182,15 @@ def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
 
 
 def map_name_clash(error: OSError, uri: str) -> StorageError:
-    """Return the error for a name that cannot be created because an object or a folder has it."""
+    """Return the error for a name that cannot be created because an object or a folder has it.
+
+    Usually the path of a command is of the wrong kind, hence exit code 2.
+    """
     if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
         return map_os_error(error, "Creating", uri)
-    return StorageError(
-        f"Creating failed: {error.strerror}",
-        uri=uri,
-        fix="In a file system a name cannot be both an object and a folder: choose another key.",
-        errno=error.errno,
-    )
+    fix = "A file and a folder cannot have the same name: choose another."
+    if error.errno == errno.ENOTDIR:
+        fix = _FIXES_BY_NUMBER[errno.ENOTDIR]
+    clash = StorageError(f"Creating failed: {error.strerror}", uri=uri, fix=fix, errno=error.errno)
+    clash.exit_code = UsageError.exit_code
+    return clash

@@ -21,6 +21,7 @@ import xxhash
 from isal import igzip
 
 from penstock.errors import OutOfSpace, PenstockError, StorageError
+from penstock.storage.files.system_calls import map_name_clash
 from penstock.trace.reading.trace_files import COUNT_SUFFIX
 
 COMPLETE: Final = 1
@@ -220,7 +221,7 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
             except FileExistsError:
                 continue
     except OSError as error:
-        raise _explain_failure(error, folder) from error
+        raise map_name_clash(error, str(folder)) from error
     raise StorageError(f"There are 1000 traces of {stem} already", uri=str(folder), fix="Use another folder.")
 
 

@@ -113,7 +113,9 @@ def test_a_commit_that_syncs_nothing_is_caught_by_the_power_cut(tmp_path: Path) 
 def test_a_program_that_fails_before_the_kill_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     broken = partial(save_known_alone, root=tmp_path / "file", name="step-1", generation=1)
-    with pytest.raises(AssertionError, match="cannot be both an object and a folder"):
+    with pytest.raises(
+        AssertionError, match=r"Part of this path is a file: give a folder|A file and a folder cannot"
+    ):
         count_calls(broken)
     with pytest.raises(AssertionError, match="failed by itself"):
         sweep(lambda _number: [broken], lambda _number: None, [10_000])
