@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,22 @@ import psutil
 import pytest
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+SAVE = """
+import os, sys, torch, torch.distributed as dist
+import penstock.checkpoint as pc
+dist.init_process_group("gloo")
+step, is_over = 0, torch.zeros(1)
+while not is_over:
+    step += 1
+    saved = {"w": torch.full((1000,), float(step)), f"own{dist.get_rank()}": torch.ones(10)}
+    pc.save(saved, f"{sys.argv[1]}/step-{step}")
+    is_over += os.path.exists(sys.argv[2])
+    dist.all_reduce(is_over)
+state = {"w": torch.zeros(1000), f"own{dist.get_rank()}": torch.zeros(10)}
+pc.load(state, f"{sys.argv[1]}/step-{step}")
+assert state["w"].tolist() == [step] * 1000
+dist.destroy_process_group()
+"""
 ACT = """
 import encodings.idna, json, os, socket, sys  # all before the code is out of reach
 pids, ports, names, paths = json.loads(sys.argv[1])
@@ -68,6 +85,10 @@ def words_of(job: str, folder: Path) -> Sequence[str]:
             return [PENSTOCK, "trace", "summary", "--dask", "local", *map(str, folder.glob("*.pfw"))]
         case "metrics":
             return [*probe, "--streams", "1", "--metrics-dir", str(folder / "metrics"), "--json"]
+        case "save":
+            (folder / "save.py").write_text(SAVE)
+            run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+            return [*run, *map(str, (folder / "save.py", folder / "saved", folder / "attacked"))]
     return [*probe, "--streams", "1", "--ranks", "4", "--json"]
 
 
@@ -97,6 +118,7 @@ def things_of(job: psutil.Process) -> Iterator[Sequence[object]]:
         ("probe", ["read", "end", "connect", "open"]),
         ("trace", ["read", "end", "connect", "open"]),
         ("metrics", ["read", "end", "connect", "open"]),
+        ("save", ["read", "end", "connect", "open"]),
     ],
 )
 def test_nothing_of_a_job_is_read_ended_or_changed_by_another_user(
@@ -114,9 +136,17 @@ def test_nothing_of_a_job_is_read_ended_or_changed_by_another_user(
             continue
         if not (targets[1] or job_name in ("trace", "metrics")):
             continue
+        if job_name == "save" and not (tmp_path / "saved" / "step-1" / ".metadata").exists():
+            # Ranks that load torch would take most of the time of an attack.
+            time.sleep(0.1)
+            continue
         attack = [sys.executable, "-I", "-c", program, json.dumps(targets)]
-        tried = subprocess.run(attack, cwd="/", capture_output=True, text=True, check=False, timeout=60)
+        tried = subprocess.run(attack, cwd="/", capture_output=True, text=True, check=False, timeout=120)
         assert (tried.stdout, tried.stderr) == ("[]\n", "")
         attacks += 1
-    _, errors = job.communicate(timeout=60)
+        if job_name == "save":
+            # Each attack waits for every socket that does not answer.
+            (tmp_path / "attacked").touch()
+            break
+    _, errors = job.communicate(timeout=120)
     assert (job.returncode, attacks > 0) == (0, True), errors
