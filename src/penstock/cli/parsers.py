@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from penstock.errors import AccessRefused, UsageError
-from penstock.units import join_groups, parse_bytes, parse_rate, parse_seconds
+from penstock.units import SIZE_LIMITS, TIME_LIMITS, join_groups, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -241,9 +241,9 @@ FILE = Parser("FILE", Path, completes="file")
 NEW_FILE = Parser("FILE", new_file, completes="file")
 NEW_PAGE = Parser("FILE", _new_page, completes="file")
 NEW_FOLDER = Parser("DIR", lambda text: new_file(f"{text}/report.html").parent, completes="dir")
-SIZE = with_unit(_limited(Parser("SIZE", parse_bytes), "1B", "7EiB"), "4MiB or 512GiB")
+SIZE = with_unit(_limited(Parser("SIZE", parse_bytes), *SIZE_LIMITS), "4MiB or 512GiB")
 RATE = _limited(Parser("RATE", parse_rate), "1B/s", "7EiB/s")
-TIME = _limited(Parser("TIME", parse_seconds), "1ns", "36500d")
+TIME = _limited(Parser("TIME", parse_seconds), *TIME_LIMITS)
 SCALE = Parser("SHARE", parse_scale)
 SETTING = Parser("KEY=VALUE", str)
 ASSIGNMENT = Parser("NAME=VALUE", parse_assignment)

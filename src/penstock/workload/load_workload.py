@@ -12,9 +12,10 @@ from typing import Any, Final
 from penstock.did_you_mean import did_you_mean, nearest
 from penstock.errors import UsageError
 from penstock.storage.files.local_files import read_document
+from penstock.units import SIZE_LIMITS
 from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, apply_dlio_rules, read_layer
 from penstock.workload.enums import CheckpointMode
-from penstock.workload.quantities import read_exact_bytes
+from penstock.workload.quantities import LARGEST, read_exact_bytes
 from penstock.workload.settings import LayeredSettings, Override, Setting, dotted
 from penstock.workload.shipped_catalog import (
     FileRule,
@@ -26,7 +27,7 @@ from penstock.workload.shipped_catalog import (
     read_card,
     shipped_card,
 )
-from penstock.workload.sizing import parquet_row_bytes
+from penstock.workload.sizing import parquet_row_bytes, record_bytes
 from penstock.workload.spec import KeyPath, Workload, known_paths, read_workload
 from penstock.workload.strict_yaml import parse_yaml
 
@@ -211,7 +212,7 @@ def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterato
         mean, wanted = read_exact_bytes(shipped.value), read_exact_bytes(length.value)
     except UsageError:  # the workload's types report this together with the key
         return
-    if length.source.startswith("--set") and mean and mean != wanted:
+    if length.source.startswith("--set") and mean and mean != wanted <= LARGEST:
         scaled = round(read_exact_bytes(deviation.value) * wanted / mean)
         stack.add_layer({_DEVIATION: scaled}, source=length.source)
         yield (
@@ -232,6 +233,8 @@ def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
     if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
         why = "is 'subset', which needs model.parallelism.data: the number of replicas that it is a subset of"
         yield ("checkpoint", "mode"), why
+    if record_bytes(dataset) > LARGEST:
+        yield ("dataset",), f"makes records of more than {SIZE_LIMITS[1]}"
     names = [column.name for column in dataset.parquet.columns]
     for twice in sorted({name for name in names if names.count(name) > 1}):
         yield ("dataset", "parquet", "columns"), f"name {twice!r} more than once"

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import UsageError
-from penstock.units import parse_bytes, parse_seconds
+from penstock.units import SIZE_LIMITS, TIME_LIMITS, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,6 +108,9 @@ _LAWS: Final[Mapping[Distribution, tuple[Mapping[str, str], _Mean, _Draw]]] = {
 """For each distribution: parameters in DLIO's words, with their fields of `Duration`; the mean; a draw."""
 
 
+LARGEST: Final = parse_bytes(SIZE_LIMITS[1])
+"""The largest size, and the largest whole number."""
+TIMES: Final = tuple(map(parse_seconds, TIME_LIMITS))
 _BYTE_TYPES: Final = ("string", "binary")
 
 
@@ -133,6 +136,17 @@ def read_exact_bytes(value: Any) -> Fraction:
 def read_seconds(value: Any) -> Any:
     """Convert text with a unit to seconds; return anything else unchanged, for the type to check."""
     return parse_seconds(value) if isinstance(value, str) else value
+
+
+def require_limits(smallest: float, largest: float) -> Callable[[Any], Any]:
+    """Return a check that accepts, besides 0, only numbers between these limits."""
+
+    def check(value: Any) -> Any:
+        if value and not smallest <= value <= largest:  # as for NaN
+            raise UsageError("it is out of range", fix=f"Write {smallest:g} to {largest:g}, or 0 if allowed.")
+        return value
+
+    return check
 
 
 def read_element_type(name: str) -> str:
@@ -199,4 +213,4 @@ def _non_negative(key: str, value: Any) -> float:
     seconds = read_seconds(value)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise UsageError(f"{key} is {value!r}, which is not a duration", fix="Write seconds, or 250ms.")
-    return float(seconds)
+    return float(require_limits(*TIMES)(seconds))

@@ -32,7 +32,7 @@ KeyPath = tuple[str, ...]
 """The path of a value: `("dataset", "num_files_train")`."""
 
 
-Integer = Annotated[int, Strict()]
+Integer = Annotated[int, Strict(), Le(quantities.LARGEST)]
 Count = Annotated[Integer, Ge(0)]
 AtLeastOne = Annotated[Integer, Ge(1)]
 Bytes = Annotated[Count, BeforeValidator(quantities.read_bytes)]
@@ -40,15 +40,22 @@ _Exact = Annotated[
     Fraction,
     BeforeValidator(quantities.read_exact_bytes),
     PlainSerializer(lambda value: int(value) if value.denominator == 1 else float(value)),
+    AfterValidator(quantities.require_limits(1e-3, quantities.LARGEST)),
 ]
 ExactBytes = Annotated[_Exact, Gt(0)]
 """Mean sizes may include fractions of a byte (114660.07), kept exactly so that ceilings are right."""
 SpreadBytes = Annotated[_Exact, Ge(0)]
-Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(quantities.read_seconds)]
+Seconds = Annotated[
+    float,
+    Strict(),
+    Ge(0),
+    BeforeValidator(quantities.read_seconds),
+    AfterValidator(quantities.require_limits(*quantities.TIMES)),
+]
 Time = Annotated[
     quantities.Duration, PlainValidator(quantities.read_duration), PlainSerializer(quantities.write_duration)
 ]
-Share = Annotated[float, Strict(), Ge(0), Le(1)]
+Share = Annotated[float, Strict(), Ge(0), Le(1), AfterValidator(quantities.require_limits(1e-3, 1))]
 ElementType = Annotated[str, AfterValidator(quantities.read_element_type)]
 """A numpy name such as float32; in Parquet also `string` and `binary`, whose elements are bytes."""
 Secret = Annotated[str | None, Field(exclude=True)]

@@ -85,6 +85,36 @@ def test_accelerators_that_hosts_cannot_share_equally_are_noted() -> None:
     assert document(*words)["remarks"] == [noted]
 
 
+@pytest.mark.parametrize("command", ["whatif", "size"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.computation_time=1e-300",
+        "train.computation_time=1e300",
+        "train.computation_time={type: gamma, shape: 1e300, scale: 1}",
+        "train.computation_time=" + "9" * 400,
+        "metric.au=1e-300",
+        "dataset.record_length_bytes=1e300",
+        "dataset.record_length_bytes=1e-300",
+        "dataset.record_length_bytes_stdev=1e300",
+        "dataset.record_dims=[" + ",".join(["9" * 18] * 20) + "]",
+        "dataset.num_files_train=" + "9" * 30,
+        "reader.batch_size=" + "9" * 30,
+        "checkpoint.time_between_checkpoints=1e300",
+    ],
+)
+def test_numbers_with_which_sums_overflow_are_refused_by_name(command: str, setting: str) -> None:
+    with_rate = ("--bandwidth", "40GiB/s")
+    with_hosts = ("--accelerators", "8", "--host-memory", "64GiB")
+    words = ("unet3d_h100", *(with_rate if command == "whatif" else with_hosts))
+    deviation = "dataset.record_length_bytes_stdev=0"  # which dimensions exclude
+    extra = ("--set", deviation) if "record_dims" in setting else ()
+    result = penstock("training", command, *words, *extra, "--set", setting)
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    assert setting.partition("=")[0].removesuffix(".record_dims") in result.stderr
+    assert len(result.stderr) < 1000
+
+
 def test_a_workload_without_computation_has_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "idle.yaml"
     path.write_text("dataset: {format: npy, num_files_train: 10000000}\nreader: {file_shuffle: off}\n")

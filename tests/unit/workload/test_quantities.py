@@ -21,7 +21,7 @@ from penstock.workload.quantities import (
     write_duration,
 )
 
-TIMES = st.floats(min_value=0, max_value=1e6)
+TIMES = st.just(0.0) | st.floats(min_value=1e-9, max_value=1e6)
 
 
 @pytest.mark.parametrize(
