@@ -114,14 +114,6 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _round_up(size_bytes: float) -> float:
-    """Return the smallest size that has at most three digits and is not below `size_bytes`."""
-    whole = math.ceil(size_bytes)
-    unit = 1024 ** min(max(whole.bit_length() - 1, 0) // 10, len(_BINARY_STEPS) - 1)
-    grain = Fraction(unit, 100 if whole < 10 * unit else 10 if whole < 100 * unit else 1)
-    return float(math.ceil(whole / grain) * grain)
-
-
 def format_bytes(size_bytes: float, *, at_least: bool = False) -> str:
     """Format bytes in binary units: `1.50 GiB`, `512 B`. A number below 100 without decimals is exact.
 
@@ -130,7 +122,10 @@ def format_bytes(size_bytes: float, *, at_least: bool = False) -> str:
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
     if at_least:
-        size_bytes = _round_up(size_bytes)
+        padded = float(math.ceil(size_bytes))
+        while parse_bytes(format_bytes(padded)) < size_bytes:
+            padded *= 1.0005  # less than one in the third digit
+        return format_bytes(padded)
     scaled, step = float(size_bytes), 0
     while scaled >= 1023.5 and step < len(_BINARY_STEPS) - 1:
         scaled, step = scaled / 1024, step + 1

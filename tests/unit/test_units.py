@@ -108,7 +108,13 @@ def test_a_printed_minimum_is_enough(size_bytes: float) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1536, "1.50 KiB"), (1537, "1.51 KiB"), (9.991 * 1024, "10 KiB"), (1023.1 * 1024, "1 MiB")],
+    [
+        (0, "0 B"),
+        (1536, "1.50 KiB"),
+        (1537, "1.51 KiB"),
+        (9.991 * 1024, "10.00 KiB"),
+        (1023.1 * 1024, "1.00 MiB"),
+    ],
 )
 def test_a_minimum_is_rounded_up(size_bytes: float, text: str) -> None:
     assert format_bytes(size_bytes, at_least=True) == text

@@ -78,17 +78,12 @@ class KvModel:
 
     def say_uneven(self, *, tensor: int, pipeline: int) -> list[str]:
         """Say in sentences what these ranks cannot divide evenly."""
-        texts = []
-        if self.latent_dims and tensor > 1:
-            texts.append(
-                "Each tensor-parallel rank keeps the whole latent of MLA, which has no heads to divide."
-            )
-        elif self.kv_heads % tensor:
-            what = "ranks share heads" if tensor > self.kv_heads else "some ranks keep one more"
-            texts.append(f"{self.kv_heads} KV heads do not divide evenly among {tensor} ranks: {what}.")
-        if self.layers % pipeline:
-            texts.append(f"{self.layers} layers do not divide evenly among {pipeline} ranks.")
-        return texts
+        heads = (1, "latent of MLA") if self.latent_dims else (self.kv_heads, f"{self.kv_heads} KV heads")
+        return [
+            f"The {what} cannot be divided evenly among {ranks} ranks."
+            for (count, what), ranks in ((heads, tensor), ((self.layers, f"{self.layers} layers"), pipeline))
+            if count % ranks
+        ]
 
 
 _SHIPPED: Final = (
