@@ -101,7 +101,7 @@ def select_leaves(
             continue
         # Stock torch saves a state that has both "x" and "x@rank1".
         is_literal = rank_object_name(asked, rank) in literal
-        stored_name = find_stored_name(asked, 0 if is_literal else rank, stored)
+        stored_name = find_stored_name(asked, 0 if is_literal else rank, stored, paths)
         if stored_name is not None:
             stored_names[name] = stored_name
         else:
@@ -253,7 +253,7 @@ class StoredNames:
         """Return the facts of what is stored under `name` for this rank; SKIPPED if nothing is."""
         if name in self._lacking:
             return SKIPPED
-        stored_name = find_stored_name(name, self.rank, self._facts)
+        stored_name = find_stored_name(name, self.rank, self._facts, self._paths)
         return SKIPPED if stored_name is None else self._facts[stored_name]
 
     def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:

@@ -132,7 +132,8 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
         names = [leaf.name for leaf in self._local_state.leaves]
-        self.selection = select_leaves(names, stored, self._choice, rank=own_rank())
+        paths = self.metadata.planner_data or {}
+        self.selection = select_leaves(names, stored, self._choice, rank=own_rank(), paths=paths)
         items: list[planning.ReadItem] = []
         for name, stored_name in self.selection.stored_names.items():
             about = stored[stored_name]

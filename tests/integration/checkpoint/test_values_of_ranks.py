@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -55,6 +56,7 @@ def load_keys_with_a_mark(rank: int, root: Path) -> list[Any]:
         "alone": {"w@rank1": 0, "part": {"w@rank1": torch.zeros(1)}},
         "other": {"w": 0, "part": {"w": torch.zeros(1)}},
         "stock": {"w": torch.zeros(1), "w@rank1": torch.zeros(1)},
+        "nested": {"part": {"w": torch.zeros(1)}},
         "written": {"w": torch.zeros(1)},
     }
     for name, state in states.items():
@@ -62,7 +64,9 @@ def load_keys_with_a_mark(rank: int, root: Path) -> list[Any]:
         if "part" in state:
             (state["part"],) = state["part"].values()
         found.append({key: float(value) for key, value in state.items()})
-    return found
+    planned: State = {"part": {"w": torch.zeros(1)}}
+    stock_load(planned, checkpoint_id=root / "nested", planner=pc.LoadPlanner())
+    return [*found, float(planned["part"]["w"])]
 
 
 def test_key_that_looks_like_another_ranks_value_is_only_loaded_as_itself(tmp_path: Path) -> None:
@@ -71,14 +75,17 @@ def test_key_that_looks_like_another_ranks_value_is_only_loaded_as_itself(tmp_pa
     pc.save(saved, tmp_path / "other")
     both = {"w": torch.ones(1), "w@rank1": torch.full((1,), 7.0)}
     stock_save(both, checkpoint_id=tmp_path / "stock", no_dist=True)
+    stock_save({"part": both}, checkpoint_id=tmp_path / "nested", no_dist=True)
     stock_save(both, storage_writer=pc.Writer(tmp_path / "written"), no_dist=True)
     for size in (1, 2):
         for found in on_gloo_ranks(size, load_keys_with_a_mark, tmp_path):
-            alone, other, stock, written = found
+            alone, other, stock, nested, written, planned = found
             assert alone == {"w@rank1": 7, "part": 1}
             assert other == {"w": 0, "part": 0}
             assert stock == {"w": 1, "w@rank1": 7}
+            assert nested == {"part": 1}
             assert written == {"w": 1}
+            assert planned == 1
 
 
 def layers() -> nn.Module:

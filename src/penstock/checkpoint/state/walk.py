@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Collection, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeGuard
 
 from penstock.errors import UsageError
@@ -270,9 +271,14 @@ def find_leaf_name(stored_name: str, held: Container[str]) -> str:
     return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
 
 
-def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
-    """Return the stored name of `rank`'s object for the leaf `name`, or None if there is none."""
+def find_stored_name(
+    name: str, rank: int, stored: Container[str], paths: Mapping[str, Path] = MappingProxyType({})
+) -> str | None:
+    """Return the stored name of `rank`'s object for the leaf `name`, or None if there is none.
+
+    With `paths`, the places of the checkpoint's names, a key of the form `x@rank1` is no rank's own value.
+    """
     if name not in stored:
         return None
     own = rank_object_name(name, rank)
-    return own if rank and own in stored else name
+    return own if rank and own in stored and is_of_one_rank(own, paths) else name
