@@ -141,8 +141,7 @@ def _view_size(document: dict[str, Any]) -> View:
         each = document["rank_bytes_per_token"]
         rank_bytes = document["users"] * document["tokens_per_user"] * each
         yield (
-            f"each of {document['ranks']:,} ranks keeps at most {each:,} B a token = "
-            f"{format_bytes(rank_bytes, at_least=True)}"
+            f"each of {document['ranks']} ranks keeps at most {each:,} B a token = {format_bytes(rank_bytes)}"
         )
     if theirs := document["upstream"]:
         yield (

@@ -246,7 +246,7 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
     run_s = num_steps * made.workload.train.epochs * slowest
     return [
         (
-            f"size: {required.min_files:,} files, {format_bytes(required.dataset_bytes, at_least=True)} "
+            f"size: {required.min_files:,} files, {format_bytes(required.dataset_bytes)} "
             f"(rehearsed: {dataset.num_files_train:,} files, {format_bytes(expected_bytes(dataset))})"
         ),
         f"time: {load_edition(EDITION).num_runs} runs of at most {format_seconds(run_s)} each",

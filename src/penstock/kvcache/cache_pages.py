@@ -392,9 +392,7 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
             )
             or "not known",
             since="all runs executed the same operations" if is_same else "the operations differ",
-            to_do="Read the table: each figure without ties has the order in which it ranks the runs."
-            if is_same
-            else "Compare runs with the same workload, model, tiers and seed.",
+            to_do="Read the table: it has the order in which each figure ranks the runs, if it can.",
         ),
         highlights=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
         sections=[

@@ -247,7 +247,7 @@ def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
             {
                 "workload": workload.full_name,
                 "feeds": str(forecast.num_accelerators),
-                "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s), at_least=True),
+                "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s)),
                 "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
                 if not forecast.num_accelerators
                 else f"at least {float(forecast.threshold) * 100:.0f} %",

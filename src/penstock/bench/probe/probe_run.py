@@ -320,12 +320,8 @@ def _probe_location(
                 f"{place.mode}: files there cannot leave this host's memory, so these are its figures"
                 " (tmpfs?)."
             )
-        moved_bytes = max((one.moved_bytes for one in measurements), default=0)
-        if moved_bytes > request.size_bytes:
-            notes.append(
-                f"{place.mode}: each stream moves at least one block, so measurements moved up to "
-                f"{format_bytes(moved_bytes)}, more than the {format_bytes(request.size_bytes)} requested."
-            )
+        if any(one.moved_bytes > request.size_bytes for one in measurements):
+            notes.append(f"{place.mode}: each stream moves at least one block, which is more than --size.")
         if affordable_bytes < request.size_bytes:
             expected_s = request.size_bytes / affordable_bytes * request.max_seconds
             notes.append(

@@ -8,6 +8,7 @@ assumptions do not hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -23,9 +24,7 @@ NUM_FAILURES: Final = 4000
 RESTART_S: Final = 120.0
 """The time from a failure until loading begins; the same for every strategy."""
 TRUSTED_DIFFERENCE: Final = 0.02
-"""Formula and simulation agree if their shares of time differ by no more than this, ..."""
-TRUSTED_RATIO: Final = 0.1
-"""... and by no more than this part of the larger one."""
+"""Formula and simulation agree if their shares of time differ by no more than this part of the larger one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +68,7 @@ class Prediction:
     @property
     def agrees(self) -> bool:
         """True if the simulation confirms the formula."""
-        largest = TRUSTED_RATIO * max(self.efficiency, self.simulated)
-        return abs(self.efficiency - self.simulated) <= min(TRUSTED_DIFFERENCE, largest)
+        return math.isclose(self.efficiency, self.simulated, rel_tol=TRUSTED_DIFFERENCE)
 
     @property
     def trusted(self) -> float:
