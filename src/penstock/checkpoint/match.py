@@ -201,6 +201,7 @@ class StoredNames:
     With `rename={"model.*": "net.*"}`, `asked("model.bias")` is "net.bias"; it is None for a name that the
     load leaves out. `entries` is the structure that each rank had when the checkpoint was saved, in parts
     where it differed. With a different number of ranks, the names that a rank lacked come after its own.
+    `key_types` is None if the checkpoint does not have the types of keys.
     """
 
     def __init__(
@@ -209,12 +210,14 @@ class StoredNames:
         choice: LoadChoice,
         *,
         rank: int = 0,
-        key_types: Mapping[str, str] = MappingProxyType({}),
+        key_types: Mapping[str, str] | None = None,
         entries: Sequence[RankEntries] = (),
         are_as_many: bool = True,
         read: Callable[[StoredObject], Any],
     ) -> None:
         self.asked = partial(asked_name, choice=choice)
+        self.has_types = key_types is not None
+        key_types = key_types or {}
         own, own_types = entries[rank] if entries else ({}, key_types)
         self.key_types = own_types if are_as_many else {**key_types, **own_types}
         self.converts = choice.convert_dtypes
@@ -362,6 +365,8 @@ class Places:
     parameter: torch.Tensor | None = None
     """The parameter whose optimizer state this is. For such a state, all places are created at once."""
     emptied: Emptied = field(default_factory=list)
+    has_types: bool = False
+    """True if dicts get the saved types of keys even where they have such keys."""
 
     def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
         """Give `own` the containers and places that are stored and not skipped.
@@ -382,6 +387,18 @@ class Places:
             for extra in [key for key in own if str(key) not in below]:
                 del own[extra]
         keys = {} if isinstance(own, list) else self._keys(own, below, at)
+        if at and isinstance(own, MutableMapping):
+            # As saved: first the keys that the checkpoint has, in its order.
+            before = {str(key): value for key, value in own.items()}
+            others = {key: value for key, value in own.items() if str(key) not in below}
+            ordered = {
+                keys.get(step, step): before.get(str(step), NOTHING)
+                for step, rests in below.items()
+                if str(step) in before or {*rests.values()} != {SKIPPED}
+            }
+            own.clear()
+            own.update(ordered)
+            own.update(others)
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
             if not taken:
@@ -407,10 +424,13 @@ class Places:
         self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
     ) -> dict[str | int, Any]:
         """Map steps of paths that are text in the checkpoint, but not in the state, to the state's keys."""
-        unknown = [step for step in steps if isinstance(step, str) and step not in holder]
+        all_steps = [step for step in steps if isinstance(step, str)]
+        unknown = [step for step in all_steps if step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}
         # The last key may be empty text, with a dot before it that belongs to the name.
         kind = self.key_types.get(".".join([*self.prefix.split(".")[:-1], *map(str, at)]))
+        if self.has_types and at and kind != "unknown":
+            holder, own, unknown = {}, {}, [] if kind == "text" else all_steps
         # Text that looks like an integer is treated as one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
         counts = kind in (None, "number", "unknown") and all(
@@ -1106,7 +1126,7 @@ def _move(convert: Any, parameter: torch.Tensor, value: torch.Tensor, *more: Any
 def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -> _Part | None:
     """Create the places that a part needs, if it has a state or is the dict of `get_optimizer_state_dict`."""
     prefix = stored.prefix(key)
-    making = Places(stored.key_types, prefix)
+    making = Places(stored.key_types, prefix, has_types=stored.has_types)
     if isinstance(part, torch.nn.Module):
         own = part.state_dict()
         extra = {name: copied(value) for name, value in own.items() if name.endswith(EXTRA_STATE)}

@@ -1,6 +1,7 @@
 """The structure of plain values, data loaders and extra states comes back: keys, order, empty dicts."""
 
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,37 @@ def test_new_dicts_have_their_keys_in_the_order_that_they_had(tmp_path: Path, wr
     for found in (part.state["sources"], state["plain"]):
         assert list(found) == list(sources)
         assert list(found["arxiv"]) == ["z", "a"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"b": 1, "a": 2, "t": torch.ones(2)}, {"t": torch.zeros(2), "a": 0, "b": 0}),
+        ({"d": {7: 1, 2: 2}}, {"d": {"2": 0}}),
+        ({"d": {"7": 1, "2": torch.ones(1)}}, {"d": {2: torch.zeros(1), 7: 0}}),
+        ({"d": {None: 1, (1, 2): {"z": 1, "a": {}}}}, {"d": {"None": 0, "(1, 2)": {"a": {}, "z": 0}}}),
+        ({"d": {"1": 1, 0: 2}}, {"d": {0: 0, "1": 0}}),
+    ],
+    ids=["order", "numbers", "text", "literals", "mixed"],
+)
+def test_part_with_entries_of_these_names_gets_the_saved_order_and_types_of_keys(
+    tmp_path: Path, saved: Any, own: Any
+) -> None:
+    extra, fresh = Counting(2, 2), Counting(2, 2)
+    extra.seen, fresh.seen = saved, deepcopy(own)
+    save({"part": Whole(saved), "model": extra, "5": Whole(saved)}, tmp_path / "step")
+    tensor = own.get("t")
+    parts = Whole(own), Whole(deepcopy(own))
+    load({"part": parts[0], "model": fresh, "5": parts[1]}, tmp_path / "step")
+    assert repr(parts[0].state) == repr(parts[1].state) == repr(fresh.seen) == repr(saved)
+    assert parts[0].state.get("t") is tensor
+
+
+def test_values_that_are_excluded_stay_where_keys_get_other_types(tmp_path: Path) -> None:
+    save({"part": Whole({"d": {3: 1, 2: 2, 1: 3}})}, tmp_path / "step")
+    part = Whole({"d": {"1": 7, "2": 8}})
+    load({"part": part}, tmp_path / "step", exclude="part.d.[13]")
+    assert part.state == {"d": {2: 2, 1: 7}}
 
 
 def in_order(value: Any) -> str:

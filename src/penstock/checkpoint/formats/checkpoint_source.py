@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final
@@ -90,8 +90,11 @@ class CheckpointSource:
     index: CheckpointIndex
     manifest: Manifest | None = None
     archive: torch_save.TorchSaveArchive | None = None
-    key_types: Mapping[str, str] = field(default_factory=dict)
-    """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`."""
+    key_types: Mapping[str, str] | None = None
+    """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`.
+
+    None if they were not saved.
+    """
     entries: Sequence[RankEntries] = ()
     """The structure of each rank that saved, in parts where it differed; empty if no part differed."""
     identity: bytes = b""
@@ -314,7 +317,7 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
         index = index if manifest is None else join_manifest(index, manifest, uri)
     facts = {} if manifest is None else manifest.facts
     try:
-        key_types = dict(json.loads(str(facts.get(KEY_TYPES, "{}"))))
+        key_types = dict(json.loads(str(facts[KEY_TYPES]))) if KEY_TYPES in facts else None
         entries = read_entries(str(facts.get(OWN_ENTRIES, "")))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise DataDamaged(f"The facts in {MANIFEST_NAME} cannot be read: {error}", where=uri) from error

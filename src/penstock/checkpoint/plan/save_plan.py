@@ -709,8 +709,7 @@ def _describe_structure(columns: Sequence[RankColumns]) -> tuple[tuple[str, ...]
     of_ranks = [frozenset(chain(each.entries.items(), each.key_types.items())) for each in columns]
     known = dict(zip(of_ranks, columns, strict=True))
     types = ChainMap(*(each.key_types for each in known.values()))
-    hidden = {name: kind for name, kind in types.items() if kind not in ("number", "unknown")}
-    facts = {KEY_TYPES: json.dumps(hidden)} if hidden else {}
+    facts = {KEY_TYPES: json.dumps({name: kind for name, kind in types.items() if kind != "number"})}
     differing = {
         name.partition(".")[0] for name, _ in frozenset().union(*known) - frozenset.intersection(*known)
     }
