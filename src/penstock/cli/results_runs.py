@@ -28,7 +28,7 @@ from penstock.results.history import (
     select_runs,
 )
 from penstock.results.run_comparison import RunSummary
-from penstock.units import format_bytes, format_number, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_number, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.results.phase_figures import PhaseFigures
@@ -120,7 +120,16 @@ def _headline(run: RunSummary) -> str:
     """Return the main figures of a run: accelerator utilization, or the rates of writing and reading."""
     rates = _say_rates(run)
     if run.au_compat_percent is None:
-        return rates or ("figures: `penstock results show`" if run.outcome == "finished" else "no figures")
+        if rates or run.outcome == "finished":
+            return rates or "figures: `penstock results show`"
+        from penstock.results.event_files import count_epochs
+
+        epochs = 0
+        with suppress(StorageError):
+            epochs = count_epochs(Path(run.folder))
+        return (
+            f"figures of {format_count(epochs, 'epoch')}: `penstock results show`" if epochs else "no figures"
+        )
     compat, strict = (
         "-" if percent is None else f"{percent:.2f} %"
         for percent in (run.au_compat_percent, run.au_strict_percent)

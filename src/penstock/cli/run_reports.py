@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.cli.terminal import TextTable, View, bold, render_text
 from penstock.errors import name_some
 from penstock.results.run_folder import PAGE_FILE
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
@@ -158,6 +159,9 @@ def view_checkpoints(result: CheckpointResult) -> View:
         yield f"  {result.gap_s:.1f} s between the last write and the first read"
     for title, text in reconciliation_lines(result.deliveries):
         yield f"  {title:<16}{text}"
+    if result.earlier and (kept := result.earlier["kept_steps"]):
+        command = f"penstock results show {shlex.quote(result.earlier['run_folder'])}"
+        yield f"  kept {format_count(len(kept), 'checkpoint')} of an earlier run: `{command}`"
     yield f"  results: {result.results_dir}"
     if page := find_page(result.results_dir):
         yield f"  page: {page}"

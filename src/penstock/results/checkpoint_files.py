@@ -40,7 +40,7 @@ def judge(*, is_right: bool, is_from_memory: bool, deliveries: Sequence[IoReconc
 
 
 def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
-    """Read `checkpoints.json` in a run's folder; return None if it is missing or the run did not finish.
+    """Read `checkpoints.json` in a run's folder; return None if it is missing, as no round has finished.
 
     `write` and `read` are None if nothing was written or read; the rates of `read` are None if the page cache
     may have served every read.

@@ -28,7 +28,7 @@ from penstock.reports.report import (
 )
 from penstock.results.checkpoint_files import Throughput, judge, read_checkpoints, read_throughput
 from penstock.results.counter_files import ReconciliationVerdict
-from penstock.results.run_record import RunRecord
+from penstock.results.run_record import RunOutcome, RunRecord
 from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, growth, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -38,6 +38,7 @@ _LATE: Final = 1.3
 _SLOWER: Final = 0.7
 """A drop in throughput is reported if the throughput falls below this share of its earlier value."""
 _ONE_BUCKET_S: Final = 0.05
+_RESUME: Final = "Run the same command again with --resume: complete checkpoints are kept."
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}
 _TONES: Final[Mapping[str, Tone]] = {"write": "dark", "read": "full"}
@@ -64,7 +65,7 @@ class CheckpointRun:
 def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
     """Build the page for the run in `folder`; return it with facts for its table of settings.
 
-    If the run did not finish, the page shows how it ended.
+    If no round has finished, the page shows how the run ended.
     """
     figures = read_checkpoints(folder)
     if figures is None:
@@ -74,7 +75,7 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
             figure="no figures were recorded",
             limited_by="not known",
             since="-",
-            to_do="Run the same command again with --resume: complete checkpoints are kept.",
+            to_do=_RESUME,
         )
         return Report(title=f"Checkpoint run {record.id}", subtitle="", banner=banner), {}
     throughput, all_rounds = read_throughput(folder), figures.get("checkpoints", ())
@@ -148,6 +149,8 @@ def _banner(run: CheckpointRun) -> Banner:
         f"Compare with the storage's limits: `penstock storage probe {shlex.quote(target)}`; more --streams"
         " ask it for more at once."
     )
+    if run.record.outcome is RunOutcome.INTERRUPTED:
+        more = _RESUME
     return Banner(
         verdict=verdict,
         look={"passed": Look.GOOD, "failed": Look.BAD}.get(verdict, Look.DOUBT),

@@ -245,6 +245,12 @@ def test_a_checkpoint_run_without_reads_has_one_row_and_no_gap() -> None:
     assert not any("between the last write" in line for line in shown)
 
 
+def test_a_resumed_checkpoint_run_names_the_run_whose_checkpoints_it_kept() -> None:
+    earlier = {"run_folder": "/results/first", "kept_steps": (1, 2)}
+    shown = lines(view_checkpoints(replace(CHECKPOINTS, earlier=earlier)))
+    assert "  kept 2 checkpoints of an earlier run: `penstock results show /results/first`" in shown
+
+
 def test_right_bytes_from_cold_storage_need_no_warning() -> None:
     assert checkpoint_warnings(replace(CHECKPOINTS, deliveries=())) == []
 

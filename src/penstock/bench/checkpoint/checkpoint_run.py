@@ -381,7 +381,33 @@ def _run_checkpoints(
                 run_folder=str(folder.absolute()),
                 steps=earlier.steps if earlier else (),
             )
-            done = tuple(_run_rounds(rounds, workload.checkpoint, runner, observer, marker))
+            result = CheckpointResult(
+                model=request.model.workload.full_name,
+                ranks=comm.size,
+                results_dir=str(folder),
+                target=storage.uri,
+                total_bytes=layout.total_bytes,
+                full_bytes=layout.full_bytes,
+                seed=seed,
+                rounds=(),
+                gap_s=None,
+                earlier={"run_folder": earlier.run_folder, "kept_steps": earlier.step_numbers}
+                if earlier
+                else None,
+                shift=shift,
+                storage_options=storage.options,
+                peak_rss_bytes=(),
+            )
+            try:
+                for figures in _run_rounds(rounds, workload.checkpoint, runner, observer, marker):
+                    done = (*result.rounds, figures)
+                    result = replace(result, rounds=done, gap_s=_find_gap(done, earlier))
+                    # Whatever ends the run later, the figures of finished rounds are kept.
+                    if run is not None:
+                        published_files.write_json(folder, run_folder.CHECKPOINTS_FILE, result.document())
+            finally:
+                if comm.rank == 0:
+                    write_throughput(folder, runner.throughput)
             recorder.add_span(
                 SpanEvent(  # DLIO's single epoch of a run without training
                     kind=SpanKind.EPOCH,
@@ -394,8 +420,6 @@ def _run_checkpoints(
                     size_bytes=0,
                 )
             )
-        if comm.rank == 0:
-            write_throughput(folder, runner.throughput)
         counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
         moved: tuple[tuple[Direction, int], ...] = (
             ("write", counted.written_bytes),
@@ -406,21 +430,8 @@ def _run_checkpoints(
         if request.removes:
             steps = {*(checkpoint.step for checkpoint in rounds), *(earlier.step_numbers if earlier else ())}
             remove_steps(storage, sorted(steps), comm=comm)
-        result = CheckpointResult(
-            model=request.model.workload.full_name,
-            ranks=comm.size,
-            results_dir=str(folder),
-            target=storage.uri,
-            total_bytes=layout.total_bytes,
-            full_bytes=layout.full_bytes,
-            seed=seed,
-            rounds=done,
-            gap_s=_find_gap(done, earlier),
-            earlier={"run_folder": earlier.run_folder, "kept_steps": earlier.step_numbers}
-            if earlier
-            else None,
-            shift=shift,
-            storage_options=storage.options,
+        result = replace(
+            result,
             deliveries=deliveries,
             peak_rss_bytes=tuple(comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
