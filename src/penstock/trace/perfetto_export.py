@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.errors import StorageError
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.trace.reading.trace_files import EXPORT_HEAD
 
 if TYPE_CHECKING:
@@ -26,20 +26,18 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
     """Write the events to `path` (gzip if it ends in .gz); return their number."""
     (total,) = events.ask_one("SELECT count(*) FROM {events}")
     progress.begin("exporting events", total)
-    try:
-        with (
-            gzip.open(path, "wt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open("w", encoding="utf-8") as out
-        ):
-            out.write(EXPORT_HEAD)
-            separator = ""
-            for document in chain(_name_processes(events), _documents(events, progress)):
-                out.write(separator + json.dumps(document))
-                separator = ",\n"
-            out.write("\n]}\n")
-    except OSError as error:
-        raise StorageError(f"Cannot export: {error}", uri=str(path), errno=error.errno) from error
+    with (
+        translate_os_errors("Exporting", str(path)),
+        gzip.open(path, "wt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open("w", encoding="utf-8") as out,
+    ):
+        out.write(EXPORT_HEAD)
+        separator = ""
+        for document in chain(_name_processes(events), _documents(events, progress)):
+            out.write(separator + json.dumps(document))
+            separator = ",\n"
+        out.write("\n]}\n")
     return int(total)
 
 

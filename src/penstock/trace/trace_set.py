@@ -12,6 +12,7 @@ and refused if rebuilding would run SQL that is stored in the table.
 
 from __future__ import annotations
 
+import errno
 import glob
 import importlib
 import json
@@ -30,7 +31,7 @@ from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from shlex import quote
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Event, Lock, Timer
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ from penstock.errors import UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
 from penstock.storage.files.local_files import replace_durably
+from penstock.storage.files.system_calls import map_os_error, translate_os_errors
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import (
@@ -144,7 +146,7 @@ def convert(
     inputs = [file.path for file in files]
     refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
     sources = tuple(map(_describe_source, files))
-    with _publishing(target) as (draft, scratch), duckdb.connect() as connection:
+    with _explained(str(target)), _publishing(target) as (draft, scratch), duckdb.connect() as connection:
         gathered = GatheredEvents(scratch)
         accounts = read_events(files, gathered, progress=progress, where=where, threads=threads, dask=dask)
         if strict:
@@ -299,6 +301,8 @@ def bound_query(
         except (duckdb.OutOfMemoryException, duckdb.InterruptException, MemoryError) as error:
             why = f"It takes more than {_QUERY_BYTES >> 30} GiB of memory or {most_seconds:g} s"
             raise UsageError(why, where=where, fix="Ask for less.") from error
+        except duckdb.IOException:
+            raise  # not the SQL's fault
         except duckdb.Error as error:
             why = str(error).strip().partition("\n")[0]
             raise UsageError(why, where=where, fix=fix_sql(error, sql, fix)) from error
@@ -368,7 +372,8 @@ class GatheredEvents:
     def _write_part(self) -> None:
         if self._pending:
             part = self.scratch / f"part-{self.num_parts:05d}.parquet"
-            pq.write_table(pa.concat_tables(self._pending).unify_dictionaries(), part, compression="lz4")
+            with translate_os_errors("Writing events", str(self.scratch)):
+                pq.write_table(pa.concat_tables(self._pending).unify_dictionaries(), part, compression="lz4")
             self._pending, self._num_pending = [], 0
             self.num_parts += 1
 
@@ -425,6 +430,19 @@ def read_facts(path: Path) -> EventTableFacts | None:
         )
     accounts = tuple(map(FileAccount.from_document, document["accounts"]))
     return EventTableFacts(tuple(document["sources"]), accounts, document["where"])
+
+
+@contextmanager
+def _explained(place: str) -> Iterator[None]:
+    """Convert what the system refuses to DuckDB, which writes to `place`, to a `StorageError`."""
+    try:
+        yield
+    except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+        # DuckDB refuses to fill more than a share of the disk, and gives errors only as text.
+        text = str(error).replace("max_temp_directory_size", os.strerror(errno.ENOSPC))
+        number = next((number for number in errno.errorcode if os.strerror(number) in text), 0)
+        refused = OSError(number, os.strerror(number) if number else text)
+        raise map_os_error(refused, "Reading or writing events", place) from error
 
 
 @contextmanager
@@ -529,7 +547,11 @@ def open_trace_set(
     folders with this process, including the one for temporary files.
     """
     check_where(where)
-    with TemporaryDirectory(prefix="penstock-trace-") as temporary, duckdb.connect() as connection:
+    with (
+        _explained(f"TMPDIR={gettempdir()}"),
+        TemporaryDirectory(prefix="penstock-trace-") as temporary,
+        duckdb.connect() as connection,
+    ):
         folder = Path(temporary)
         connection.execute("SET temp_directory = ?", [temporary])
         # A question queries the same tables several times.

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import duckdb
@@ -13,11 +14,11 @@ import pytest
 from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
 from penstock.cli import main
-from penstock.errors import UsageError
+from penstock.errors import OutOfSpace, UsageError
 from penstock.progress import Progress
 from penstock.trace import load
 from penstock.trace.event_schema import SCHEMA
-from penstock.trace.questions.sql import check_query
+from penstock.trace.questions.sql import answer_query, check_query
 from penstock.trace.reading.trace_files import find_trace_files
 from penstock.trace.trace_set import (
     GatheredEvents,
@@ -347,3 +348,40 @@ def test_sql_in_a_table_is_not_run_when_its_sources_have_changed(
     os.utime(source, ns=(1, 1))
     assert main(["trace", "sql", "SELECT 1", str(table)]) == 2
     assert "trace load --where 'op = '" in capsys.readouterr().err
+
+
+FULL = 'mount -t tmpfs -o size=100k tmpfs "$1" && exec "$2" -m penstock trace load "$3" -o "$1/run.events"'
+
+
+def test_a_full_disk_is_an_error_that_names_the_table(tmp_path: Path) -> None:
+    source, small = tmp_path / "run.pfw", tmp_path / "small"
+    small.mkdir()
+    random = Random(7)
+    lines = (
+        f'{{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":{random.getrandbits(40)},"dur":1,"ph":"X",'
+        f'"args":{{"ret":{random.getrandbits(40)},"fname":"/{random.getrandbits(64)}"}}}}'
+        for _ in range(20_000)
+    )
+    source.write_text("\n".join(["[", *lines, ""]))
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("mounts need privileges that this user lacks")
+    command = ["unshare", "-m", "sh", "-c", FULL, "sh", str(small), sys.executable, str(source)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert f"No space left on device ({small}/run.events). Free some space" in done.stderr
+
+
+def test_no_room_for_sorting_is_not_the_fault_of_the_query(tmp_path: Path) -> None:
+    source = tmp_path / "run.pfw"
+    source.write_text("[\n")
+
+    def sort() -> None:
+        with open_trace_set({"": [str(source)]}, progress=Progress()) as traces:
+            traces.connection.execute("SET memory_limit = '30MB'")
+            traces.connection.execute("SET max_temp_directory_size = '1MB'")
+            answer_query(
+                traces.connection, "SELECT md5(i::VARCHAR) AS x FROM range(3_000_000) r(i) ORDER BY x"
+            )
+
+    with pytest.raises(OutOfSpace, match=r"No space left on device \(TMPDIR="):
+        sort()

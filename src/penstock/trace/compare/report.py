@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.errors import StorageError
 from penstock.reports.page import is_page, render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Section, Series, Table, Tone
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, count_left_out, heading
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -68,13 +68,11 @@ def is_report_file(path: Path) -> bool:
 def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
     """Write the three files into `folder`, replacing those of an earlier report."""
     paths = [folder / name for name in REPORT_FILES]
-    try:
+    with translate_os_errors("Writing the report", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         paths[0].write_bytes(render_report(comparison_page(comparison)).encode(errors="backslashreplace"))
         paths[1].write_text(render_markdown(comparison), encoding="utf-8")
         pq.write_table(tabulate_cells(comparison), paths[2])
-    except OSError as error:
-        raise StorageError(f"Cannot write the report: {error}", uri=str(folder), errno=error.errno) from error
     return paths
 
 

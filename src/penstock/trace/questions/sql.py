@@ -92,6 +92,8 @@ def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer
         cursor = connection.execute(query)
         columns = [column[0] for column in cursor.description or ()]
         return SqlAnswer(columns, [[_plain(value) for value in row] for row in cursor.fetchall()])
+    except (duckdb.IOException, duckdb.OutOfMemoryException):
+        raise  # not the query's fault
     except duckdb.Error as error:
         raise UsageError(str(error).strip(), where="the query", fix=QUERY_FIX) from error
 
