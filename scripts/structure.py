@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 43_960,
-    "expressions": 307_800,
+    "statements": 44_150,
+    "expressions": 309_500,
     "record types": 397,
     "modules": 326,
     "protocols": 21,
-    "functions of three lines or less": 898,
+    "functions of three lines or less": 899,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,

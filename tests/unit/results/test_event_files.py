@@ -172,7 +172,7 @@ def test_a_spool_is_never_written_over(tmp_path: Path) -> None:
         (b"", "Not a spool"),
         (b"[]", "Not a spool"),
         (b'{"format": 1}', "Not a spool"),
-        (b'{"format": 2}', "another"),
+        (b'{"format": 2}', "a different format"),
     ],
 )
 def test_a_foreign_spool_is_refused_by_its_name(tmp_path: Path, line: bytes, said: str) -> None:
