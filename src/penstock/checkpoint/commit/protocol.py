@@ -646,6 +646,7 @@ def hide_folder(tree: FolderTree, folder: str) -> Callable[[], None]:
 RECORD_NAME: Final = "penstock-commit.json"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
 _VERSION: Final = 1
+_DROP_RECORD: Final = "Delete this record, then save the step again. Other steps are not affected."
 NUM_DELETING_THREADS: Final = 4
 
 
@@ -801,7 +802,7 @@ class RecordCatalog:
             text,
             uri,
             what="The commit record of this checkpoint",
-            fix="Save the step again; other steps are not affected.",
+            fix=_DROP_RECORD,
         )
         if record.record_version != _VERSION:
             raise StorageError(
@@ -809,6 +810,14 @@ class RecordCatalog:
                 f"this Penstock reads version {_VERSION}",
                 uri=uri,
                 fix="Use the Penstock that wrote it, or a newer one.",
+            )
+        # Removing or replacing a checkpoint deletes its folder: it must not be another one's, or the root.
+        own = f"{name}/{record.save_id}"
+        if record.folder != own or not _SAVE.fullmatch(own + LEASE_ENDING):
+            raise DataDamaged(
+                f"The commit record of this checkpoint names {record.folder!r}, which is not its own folder",
+                uri=uri,
+                fix=_DROP_RECORD,
             )
         return Committed(name=name, folder=record.folder, version=info.checksum or "")
 

@@ -35,7 +35,7 @@ from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYL
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import AccessRefused, ObjectNotFound, PenstockError, UsageError
+from penstock.errors import AccessRefused, DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.uri import open_here, parse_uri
@@ -97,11 +97,10 @@ def list_storage(storage: Storage) -> list[CheckpointListing]:
     for name in open_catalog(storage).names():
         try:
             checkpoints.append(_list_checkpoint(storage, name))
-        except AccessRefused as error:
-            refused = CheckpointListing(
-                name=name, step=parse_step(name), state=CheckpointState.REFUSED, complaint=str(error)
-            )
-            checkpoints.append(refused)
+        except (AccessRefused, DataDamaged) as error:
+            state = CheckpointState.REFUSED if isinstance(error, AccessRefused) else CheckpointState.DAMAGED
+            unread = CheckpointListing(name=name, step=parse_step(name), state=state, complaint=str(error))
+            checkpoints.append(unread)
     return sorted(checkpoints, key=lambda each: (each.step is None, each.step or 0, each.name))
 
 

@@ -1,5 +1,6 @@
 """Commit by records, as on object services, in memory: who wins, what is cleared up, what is refused."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +10,13 @@ import pytest
 from tests.support.known_steps import assert_known, save_known
 
 from penstock.checkpoint.commit import protocol
-from penstock.checkpoint.commit.checkpoints import begin_save, open_catalog, open_draft_store
+from penstock.checkpoint.commit.checkpoints import (
+    StepCatalog,
+    apply_retention,
+    begin_save,
+    open_catalog,
+    open_draft_store,
+)
 from penstock.checkpoint.commit.protocol import (
     LEASE_ENDING,
     LEASE_S,
@@ -19,8 +26,17 @@ from penstock.checkpoint.commit.protocol import (
     Seal,
     lease_text,
 )
+from penstock.checkpoint.tools.inspection import CheckpointState as State
+from penstock.checkpoint.tools.inspection import list_storage
 from penstock.cluster.comm import SoloComm
-from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
+from penstock.errors import (
+    AlreadyThere,
+    DataDamaged,
+    ObjectNotFound,
+    PenstockError,
+    StorageError,
+    Unavailable,
+)
 from penstock.storage.in_memory import MemorySource, MemoryStorage
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import ObjectInfo, WrappedStorage, write_object
@@ -239,6 +255,41 @@ def test_an_unparsable_record_is_an_error_that_names_it(text: bytes) -> None:
     write_object(storage, f"{NAME}/{RECORD_NAME}", [text])
     with pytest.raises(StorageError, match=r"cannot be parsed.*step-1/penstock-commit.json"):
         open_catalog(storage).find(NAME)
+
+
+@pytest.mark.parametrize(
+    ("folder", "save_id"),
+    [
+        ("", "0123456789abcdef"),
+        (".", "0123456789abcdef"),
+        ("step-2", "0123456789abcdef"),
+        ("step-1", "0123456789abcdef"),
+        ("step-2/0123456789abcdef", "0123456789abcdef"),
+        ("step-1/0123456789abcdef/", "0123456789abcdef"),
+        ("step-1/fedcba9876543210", "0123456789abcdef"),
+        ("step-1/0123456789ABCDEF", "0123456789ABCDEF"),
+        ("step-1/../step-2", "../step-2"),
+        ("step-1/", ""),
+    ],
+)
+def test_a_record_that_names_a_folder_of_others_removes_nothing(folder: str, save_id: str) -> None:
+    storage = MemoryStorage()
+    save_known(storage, "step-2", 0, SoloComm())
+    record = {"record_version": 1, "save_id": save_id, "folder": folder}
+    write_object(storage, f"{NAME}/{RECORD_NAME}", [json.dumps(record).encode()])
+    write_object(storage, "unrelated", [b"x"])
+    before = keys(storage)
+    match = r"names '.*', which is not its own folder.*step-1/penstock-commit.json"
+    catalog = StepCatalog(storage)
+    for act in (catalog.find, catalog.hide, lambda _: begin_save(storage, NAME, SoloComm())):
+        with pytest.raises(DataDamaged, match=match):
+            act(1)
+    apply_retention(catalog, 2, keep=1)()
+    open_draft_store(storage).sweep()
+    assert set(keys(storage)) - {"latest"} == set(before)
+    damaged, other = list_storage(storage)
+    assert (damaged.name, damaged.state, other.name) == (NAME, State.DAMAGED, "step-2")
+    assert "which is not its own" in damaged.complaint
 
 
 def test_a_record_of_a_later_version_is_refused() -> None:
