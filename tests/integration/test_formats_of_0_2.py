@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,11 @@ def assert_restored(state: dict[str, Any]) -> None:
     import torch
 
     # Processors differ in how they round what is trained anew here.
-    expected, close = trained(), {"rtol": 1e-6, "atol": 1e-7}
-    torch.testing.assert_close(state["model"].state_dict(), expected["model"].state_dict(), **close)
+    expected, close = trained(), partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
+    close(state["model"].state_dict(), expected["model"].state_dict())
     found, wanted = state["optimizer"].state_dict(), expected["optimizer"].state_dict()
     assert found["param_groups"] == wanted["param_groups"]
-    torch.testing.assert_close(found["state"], wanted["state"], **close)
+    close(found["state"], wanted["state"])
     assert (state["step"], state["losses"]) == (7, [1.5, 2.25])
     assert state["nested"]["a"][1] == "x"
     assert state["nested"]["a"]["t"].tolist() == [0, 1, 2, 3, 4]
