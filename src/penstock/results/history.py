@@ -169,7 +169,7 @@ class HistoryFile:
         with system_calls.translate_os_errors("Writing the history of runs", str(self.path)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self.path.exists()
-            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = local_files.open_without_links(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 _lock(descriptor, self.path)
                 entry = make_entry()

@@ -141,6 +141,31 @@ def test_a_pipe_in_place_of_the_history_is_refused_and_not_waited_for(tmp_path: 
         history.read()
 
 
+@pytest.mark.parametrize("linked", [".penstock", ".penstock/history.jsonl"])
+@pytest.mark.parametrize("target", ["home", "absent"])
+def test_nothing_is_written_through_a_link_in_place_of_the_history(
+    linked: str, target: str, tmp_path: Path
+) -> None:
+    home, runs = HistoryFile(tmp_path / "home"), tmp_path / "runs"
+    home.begin(request(), NOW)
+    (runs / linked).parent.mkdir(parents=True)
+    (runs / linked).symlink_to(tmp_path / target / linked)
+    before = home.path.read_bytes()
+    with pytest.raises(StorageError, match="Writing the history of runs") as refusal:
+        HistoryFile(runs).append("deleted", "1a2b3c", folder="$(true)", batch="")
+    assert "link" in str(refusal.value)
+    assert home.path.read_bytes() == before
+    assert not (tmp_path / "absent").exists()
+
+
+def test_nothing_is_written_into_a_pipe_in_place_of_the_history(tmp_path: Path) -> None:
+    history = HistoryFile(tmp_path)
+    history.path.parent.mkdir()
+    os.mkfifo(history.path)
+    with pytest.raises(StorageError, match="a pipe"):
+        history.append("deleted", "1a2b3c", folder="x", batch="")
+
+
 def test_an_id_is_never_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = iter(["aaaaaa", "aaaaaa", "bbbbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda _: next(digits))

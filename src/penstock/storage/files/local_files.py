@@ -19,6 +19,7 @@ from penstock.errors import AccessRefused
 
 MOST_BYTES: Final = 64 << 20
 """The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
+_NO_FILE: Final = "This is a device, a pipe or a socket, not a file"
 
 
 def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
@@ -104,8 +105,30 @@ def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
         os.set_blocking(file.fileno(), True)
     elif not stat.S_ISREG(mode):
         file.close()
-        raise OSError(errno.EINVAL, "This is a device, a pipe or a socket, not a file", str(path))
+        raise OSError(errno.EINVAL, _NO_FILE, str(path))
     return file
+
+
+def open_without_links(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file in a folder that others may have prepared: neither may be a link.
+
+    Raises `OSError`. It can be the `opener` of `open`.
+    """
+    path = Path(path)
+    for each in (path.parent, path):
+        if each.is_symlink():
+            raise OSError(errno.ELOOP, f"{each} is a link", str(path))
+    # Others may put a link there after this check.
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _NO_FILE, str(path))
+    return descriptor
 
 
 def read_document(path: Path) -> bytes:

@@ -155,7 +155,7 @@ _FIXES_BY_NUMBER = {
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
     errno.EXDEV: "Nothing can be renamed in lower layers of an overlay (container images): use a volume.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
-    errno.ELOOP: "It is a link that leads back to itself, or a long chain of links: correct or remove it.",
+    errno.ELOOP: "It is a link that leads back to itself, or is not followed here: remove it.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or use a file system that allows larger files.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
     errno.EINVAL: "With direct I/O, raise alignment_bytes to the block size of the device, or use file://.",
