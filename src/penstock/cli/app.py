@@ -5,6 +5,7 @@ defect in Penstock itself; 130 interrupted. The modules imported at the top impo
 """
 
 import errno
+import logging
 import sys
 import traceback as traceback_module
 from collections.abc import Callable
@@ -191,6 +192,13 @@ app = Group(
 )
 
 
+class _SafeFormatter(logging.Formatter):
+    """Escapes what warnings quote, which includes names of files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own), and return its exit code."""
     words, debug = take_debug(arguments)
@@ -206,6 +214,9 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # This handler prints the warnings of a process without handlers, which commands are.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_SafeFormatter())
     try:
         return int(program() or 0)
     except SystemExit as leaving:
@@ -258,7 +269,7 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
 def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
     clear_progress()
     if traceback:
-        traceback_module.print_exc()
+        print(printable(traceback_module.format_exc()), file=sys.stderr, end="")
     # If not even this can be written, the exit code still shows the failure.
     with suppress(OSError):
         print(printable(f"penstock: {message}"), file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.cli import app
 from penstock.did_you_mean import did_you_mean
 from penstock.environment import Environment, process_environment
-from penstock.errors import UsageError
+from penstock.errors import UsageError, printable
 from penstock.submission.tree_layout import SENTINEL
 
 _MODES: Final = ("closed", "open", "whatif")
@@ -465,7 +465,7 @@ def _translate(words: Sequence[str]) -> list[str]:
     )
     text = shlex.join(("penstock", *translated))
     for remark in remarks:
-        print(remark, file=sys.stderr)
+        print(printable(remark), file=sys.stderr)
     if requested.has("dry-run") or requested.has("what-if"):
         print(text)
         return []

@@ -2,7 +2,9 @@
 
 import errno
 import io
+import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -78,6 +80,21 @@ def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -
     assert failing(ModuleNotFoundError("No module named 'duckdb'", name="duckdb")) == 3
     assert "penstock-io[trace]" in capsys.readouterr().err
     assert failing(ModuleNotFoundError("No module named 'penstok'", name="penstok")) == 70
+
+
+def test_warnings_and_tracebacks_escape_control_characters_in_names(tmp_path: Path) -> None:
+    """In processes, because pytest's handlers would take the warnings."""
+    name, escaped = "n\x1b[31mEVIL\x9b1m\u202ecod.json", r"n\x1b[31mEVIL\x9b1m\u202ecod.json"
+    (tmp_path / name).write_text('{"a": 1}\n')
+    event = '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{}}'
+    (tmp_path / "a.pfw").write_text(f"[\n{event}\n")
+    for path, code, told in ((tmp_path, 0, "left out"), (tmp_path / name, 1, "Traceback")):
+        command = [sys.executable, "-m", "penstock", "--debug", "trace", "summary", str(path)]
+        ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+        assert ended.returncode == code, ended.stderr
+        assert told in ended.stderr
+        assert escaped in ended.stderr
+        assert not {"\x1b", "\x9b", "\u202e"} & {*ended.stderr}
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])

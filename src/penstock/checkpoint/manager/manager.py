@@ -40,7 +40,7 @@ from penstock.checkpoint.manager import policies, step_store
 from penstock.checkpoint.manager.policies import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
-from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout
+from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout, printable
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -595,7 +595,9 @@ class SavesInFlight:
                 cause = format_cause(error)
                 with suppress(OSError, ValueError):
                     print(  # noqa: T201 - whatever becomes of the log
-                        f"penstock: step {handle.step} was not saved, and no call reported it: {cause}",
+                        printable(
+                            f"penstock: step {handle.step} was not saved, and no call reported it: {cause}"
+                        ),
                         file=sys.stderr,
                     )
 

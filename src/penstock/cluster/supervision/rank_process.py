@@ -27,7 +27,15 @@ from penstock.cluster.supervision.supervisor import (
     fork_supervisor,
 )
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, Environment
-from penstock.errors import ObjectNotFound, PenstockError, RankFailed, Unavailable, UsageError, WaitTimeout
+from penstock.errors import (
+    ObjectNotFound,
+    PenstockError,
+    RankFailed,
+    Unavailable,
+    UsageError,
+    WaitTimeout,
+    printable,
+)
 
 LONGEST_CAUSE = 2_000
 LONGEST_DETAIL = 20_000
@@ -142,4 +150,4 @@ def describe_failure(error: Exception, rank: int, host: str) -> Failed:
 
 
 def _write_to_stderr(failure: Failed) -> None:
-    sys.stderr.write(f"{failure.error()}\n")
+    sys.stderr.write(printable(f"{failure.error()}\n"))
