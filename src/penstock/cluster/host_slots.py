@@ -83,7 +83,9 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
     match = _ENTRY.fullmatch(entry)
     if match is None:
         raise UsageError(
-            f"{entry!r} is not a host", where=text, fix="Write hosts like node1:4,node2:4, without spaces."
+            f"{entry!r} is not a host",
+            where=text,
+            fix="Write hosts like node1:4,node2:4, without spaces; they must not begin with a sign.",
         )
     address, name, count = match.groups()
     if count is not None and not _COUNT.fullmatch(count):
@@ -102,8 +104,8 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
 LONGEST = 100_000
 """The longest list of hosts: more than any cluster has, and few enough for memory."""
 
-_ENTRY = re.compile(r"(?:\[([^\]]+)\]|([^\[:]+))(?::(.*))?")
-"""An address in brackets or a name, and then a count."""
+_ENTRY = re.compile(r"(?:\[([\w:][^\],]*)\]|(\w[^\[:,]*))(?::(.*))?")
+"""An address in brackets or a name, then a count. If a name begins with `-`, ssh takes it as an option."""
 _COUNT = re.compile("0*[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")

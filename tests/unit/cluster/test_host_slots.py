@@ -56,10 +56,17 @@ def test_an_invalid_count_is_refused_with_an_example(text: str) -> None:
     assert "node1:4" in caught.value.fix
 
 
-@pytest.mark.parametrize("text", ["", ",", "a:1,,b:1", ":4", "[::1", "x[::1]:2"])
+@pytest.mark.parametrize("text", ["", ",", "a:1,,b:1", ":4", "[::1", "x[::1]:2", "-oPort=1", "[-l]:2"])
 def test_invalid_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a host"):
         place(text)
+
+
+@pytest.mark.parametrize("line", ["-oProxyCommand=touch", "a\n  -l:4", "-l slots=2", "[-l]", "a,-l"])
+def test_a_line_of_a_host_file_is_never_an_option_of_ssh(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=r"is not a host.*must not begin with a sign"):
+        find_hosts(None, tmp_path / "hosts")
 
 
 def test_a_host_named_twice_is_refused() -> None:
