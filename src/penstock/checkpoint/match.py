@@ -29,6 +29,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from inspect import signature
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -559,25 +560,26 @@ class _OptimizerState(_Part):
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
             groups.append({**group, "params": list(own), **option})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
-        self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
-        parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
-        own_numbers = chain.from_iterable(self.groups)
-        converted = [
-            f"state.{number}{text}"
-            for number, parameter in zip(own_numbers, parameters, strict=True)
-            for text in _converted(state.get(number), self.part.state.get(parameter))
-        ]
+        given = {**loaded, "state": state, "param_groups": groups}
+        # Hooks may change their copy in place.
+        self.part.load_state_dict(copied(given))
+        converted = [text[1:] for text in _converted(given, self.part.state_dict())]
         if converted:
-            logger.warning("%r has converted tensors that it loaded: %s", self.key, name_some(converted))
+            logger.warning("%r has converted what it loaded: %s", self.key, name_some(converted))
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
-    """Describe the tensors that were `given` to an optimizer and whose dtype it has changed."""
+    """Describe the tensors `given` to an optimizer whose dtype it has changed, and the plain values."""
+    if isinstance(given, list) and isinstance(taken, list):
+        given, taken = dict(enumerate(given)), dict(enumerate(taken))
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key in given.keys() & taken.keys():
             yield from (f".{key}{text}" for text in _converted(given[key], taken[key]))
     elif isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor) and given.dtype != taken.dtype:
         yield f" from {given.dtype} to {taken.dtype}"
+    # NaN equals itself only as text.
+    elif isinstance(given, bool | int | float | str | tuple | None) and repr(given) != repr(taken):
+        yield f" from {given!r} to {taken!r}"
 
 
 @dataclass(slots=True)
@@ -624,15 +626,17 @@ def _begin_optimizer(
         # Optimizers that were created from named parameters know their names.
         by_name.update(zip(group.get("param_names", ()), group["params"], strict=False))
     entries: dict[Any, dict[Path, TensorFacts | Skipped | None]] = {}
-    options: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
-    for path, facts in stored.below(prefix, key).items():
+    options: dict[int, dict[Path, TensorFacts | Skipped | None]] = {}
+    places = stored.below(prefix, key)
+    for path, facts in places.items():
         # State that belongs to no parameter may also be a single value.
         is_single = len(path) == 2 and not (path[1] in by_name or str(path[1]).isdecimal())
         if path[0] == "state" and (len(path) > 2 or is_single):
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
         elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
             options.setdefault(path[1], {})[path[2:]] = facts
-    _require_same_optimizer(key, part, options)
+    if any(facts is not SKIPPED for facts in places.values()):
+        _require_same_optimizer(key, part, options)
     is_numbered = stored.are_numbers(key, entries, by_name)
     state = {entry: copied(slots) for entry, slots in raw["state"].items() if entry not in by_number}
     if is_numbered:
@@ -723,38 +727,56 @@ def _require_names(
 
 
 def _require_same_optimizer(
-    key: str, part: torch.optim.Optimizer, options: Mapping[str | int, StoredPlaces]
+    key: str, part: torch.optim.Optimizer, options: Mapping[int, StoredPlaces]
 ) -> None:
     """Raise `UsageError` if the saved optimizer had different groups or was of a different class.
 
     Otherwise, parameters would receive the state of others, or a state that the optimizer does not know.
-    `options` has, for each group, what the checkpoint has of its options.
+    `options` has, for each group, what the checkpoint has of its options, whether or not the load takes them.
     """
-    names_of = (
-        ({str(path[0]) for path in one}, {str(path[0]) for path in one if one[path] is not SKIPPED})
-        for one in options.values()
-    )
-    taken = [(names, chosen) for names, chosen in names_of if chosen]
-    if taken and len(options) != len(part.param_groups):
+    if options and len(options) != len(part.param_groups):
         raise UsageError(
             f"{key!r} has {format_count(len(part.param_groups), 'group')} of parameters,"
             f" and the checkpoint has {len(options)}",
             fix=f"Build it with the groups that it was saved with, or load none of it: exclude='{key}.*'.",
         )
-    for (names, chosen), group in zip(taken, part.param_groups, strict=False):
-        lacking = sorted(part.defaults.keys() - names)
-        unknown = sorted(chosen - group.keys())
-        # Schedulers add options, and so do newer versions of torch: only both together indicate another
-        # class.
-        if lacking and set(unknown) - _OPTIONS_OF_SCHEDULERS:
+    for places, group in zip(options.values(), part.param_groups, strict=False):
+        names = {str(path[0]) for path in places}
+        was, now = map(_OPTIONS_OF_TORCH.intersection, (names, group))
+        # Schedulers, users and newer versions of torch add options: they indicate another class only if the
+        # others are those of another of torch's classes, or if each side lacks some of the other's.
+        if (
+            (was != now and {was, now} <= _OPTIONS_OF_CLASSES)
+            or was - _OPTIONS_OF_NEWER_TORCH in _OLD_OPTIONS_OF_CLASSES - {now - _OPTIONS_OF_NEWER_TORCH}
+            or (
+                part.defaults.keys() - names - _OPTIONS_OF_NEWER_TORCH
+                and names - group.keys() - _OPTIONS_OF_SCHEDULERS
+            )
+        ):
             raise UsageError(
-                f"{key!r} is {type(part).__name__}, and was saved from another optimizer: it has"
-                f" {name_some(lacking)}, the checkpoint has {name_some(unknown)} instead",
+                f"{key!r} is {type(part).__name__}, and was saved from another optimizer: only one of the two"
+                f" has {name_some(sorted(names ^ group.keys()), 10)}",
                 fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'.",
             )
 
 
 _OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+_OPTIONS_OF_NEWER_TORCH = {
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+"""Options that versions of torch added to classes that existed before."""
+_OPTIONS_OF_CLASSES = {
+    frozenset(signature(kind).parameters)
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and torch.optim.Optimizer in kind.__bases__
+}
+_OPTIONS_OF_TORCH = frozenset().union(*_OPTIONS_OF_CLASSES)
+_OLD_OPTIONS_OF_CLASSES = {options - _OPTIONS_OF_NEWER_TORCH for options in _OPTIONS_OF_CLASSES}
 
 
 def _require_same_order(

@@ -298,7 +298,7 @@ def test_what_an_optimizer_converts_as_it_loads_is_told(caplog: pytest.LogCaptur
     fresh.register_load_state_dict_pre_hook(convert)
     load({"optim": fresh}, {"optim": optimizer.state_dict()})
     assert fresh.state[other.weight]["inner"]["n"].dtype == torch.int64
-    assert "'optim' has converted tensors that it loaded: state.0.inner.n from torch.int32 to" in caplog.text
+    assert "'optim' has converted what it loaded: state.0.inner.n from torch.int32 to" in caplog.text
 
 
 def test_floats_get_the_type_of_their_parameter_where_a_load_converts() -> None:
