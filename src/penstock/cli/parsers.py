@@ -211,6 +211,8 @@ def new_file(text: str) -> Path:
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():
         raise UsageError(f"{path} is a directory", fix="Name a file in it.")
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path} is a link to nothing", fix="Remove it, or choose another name.")
     if not there.is_dir():
         raise UsageError(f"{there} is not a directory", fix="Choose a directory.")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -48,6 +48,7 @@ from penstock.reports.report import (
 )
 from penstock.results.event_files import read_events
 from penstock.results.phase_figures import epoch_rows
+from penstock.results.published_files import write_text
 from penstock.results.step_series import RunSteps
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
@@ -139,7 +140,7 @@ def tour(
         diagnoses=diagnoses,
     )
     write_report(make_demo_page(results), results.report)
-    results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
+    write_text(results.report.parent, "report.json", json.dumps(results.document(), indent=2))
     return results
 
 

@@ -212,6 +212,25 @@ def test_compare_writes_over_no_files_but_those_of_a_report(
         assert [main(words), main(words)] == [0, 0]
 
 
+@pytest.mark.parametrize("target", ["absent", "empty"])
+@pytest.mark.parametrize("name", ["report.html", "report.md", "tables.parquet", "page.html", "run.json"])
+def test_nothing_is_written_through_a_link_to_nothing_or_to_an_empty_file(
+    name: str, target: str, traces: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / name
+    out.symlink_to(tmp_path / target)
+    words = {
+        "page.html": ["report", str(traces / "base"), "--out", str(out)],
+        "run.json": ["export", str(traces / "base"), "--out", str(out)],
+    }
+    compare = ["compare", str(traces / "runs.yaml"), "--out", str(out.parent)]
+    assert main(["trace", *words.get(name, compare)]) == 2
+    assert not (tmp_path / "absent").exists()
+    assert not (tmp_path / "empty").read_bytes()
+
+
 def test_expect_fails_with_the_line_that_does_not_hold(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

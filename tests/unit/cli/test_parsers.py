@@ -163,6 +163,14 @@ def test_a_place_for_no_file_is_refused_before_the_work_begins(
     assert parsers.NEW_FOLDER(str(tmp_path / "a/b")) == tmp_path / "a/b"
 
 
+def test_a_dangling_link_is_no_place_for_a_file(tmp_path: Path) -> None:
+    (tmp_path / "report.html").symlink_to(tmp_path / "absent")
+    page = tmp_path / "report.html"
+    for parser, path in ((parsers.NEW_PAGE, page), (parsers.NEW_FILE, page), (parsers.NEW_FOLDER, tmp_path)):
+        with pytest.raises(UsageError, match="is a link to nothing"):
+            parser(str(path))
+
+
 def test_a_page_over_another_file_is_refused_before_the_work_begins(tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("notes")
     with pytest.raises(UsageError, match="not a page of Penstock"):
