@@ -34,7 +34,7 @@ LIMITS = {
     "record types": 397,
     "modules": 326,
     "protocols": 21,
-    "functions of three lines or less": 899,
+    "functions of three lines or less": 900,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
