@@ -15,6 +15,7 @@ from penstock.optional_libraries import explained_imports
 from penstock.reports.drawing import Drawing, assign_hues, draw
 from penstock.reports.report import Cell, Chart, Look, Report, Section, Table
 from penstock.storage.files.file_storage import open_local
+from penstock.storage.files.local_files import open_to_read
 from penstock.storage.protocol import write_object
 
 _LONG_TEXT: Final = 36
@@ -26,7 +27,7 @@ _LETTERS: Final = {"first": 34, "grid": 50, "wide": 100}
 def is_page(path: Path) -> bool:
     """Return whether Penstock wrote this file as a page."""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return b'<meta name="generator" content="Penstock">' in file.read(512)
     except OSError:
         return False

@@ -26,6 +26,8 @@ from penstock.cluster.host_counters import CounterCoverage, CounterSample, HostH
 from penstock.errors import ObjectNotFound
 from penstock.results.parquet_tables import WORDS, Spool, open_table, publishing_table, read_spool_header
 from penstock.results.step_events import RankEvents, SpanKind
+from penstock.storage.files.local_files import MOST_BYTES, open_to_read, parse_json
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -124,13 +126,13 @@ def _read_host(path: Path) -> SampledHost:
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield all complete samples. If a line was cut off when its writer was killed, log a warning."""
     rows: list[tuple[int, str, int]] = []
-    with path.open("rb") as file:
-        file.readline()
-        for number, line in enumerate(file, start=2):
+    with translate_os_errors("Opening", str(path)), open_to_read(path) as file:
+        file.readline(MOST_BYTES)
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES), b""), start=2):
             try:
-                sample = json.loads(line)
+                sample = parse_json(line)
                 rows += [(sample["t"], name, value) for name, value in sample["c"].items()]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 logger.warning("%s: line %d is torn, what follows is left out", path, number)
                 break
             if len(rows) >= _BATCH:

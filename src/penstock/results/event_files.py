@@ -26,6 +26,8 @@ from penstock.results import step_events
 from penstock.results.parquet_tables import WORDS, Spool, open_table, publishing_table, read_spool_header
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_record import RunRecord, read_recorded_workload
+from penstock.storage.files.local_files import open_to_read
+from penstock.storage.files.system_calls import translate_os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ def _read_clock(path: Path) -> step_events.RankClock:
 
 def read_spool(path: Path) -> step_events.RankEvents:
     """Read all complete frames of a spool. An incomplete end is logged and left out."""
-    _, _, content = path.read_bytes().partition(b"\n")
+    with translate_os_errors("Opening", str(path)), open_to_read(path) as file:
+        _, _, content = file.read().partition(b"\n")
     frames: dict[int, list[step_events.Rows]] = {_STEPS: [], _SPANS: []}
     position = 0
     while len(content) - position >= _FRAME.size:

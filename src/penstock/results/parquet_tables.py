@@ -14,13 +14,16 @@ import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
-from penstock.storage.files.local_files import sync_open_file
+from penstock.storage.files.local_files import MOST_BYTES, open_to_read, parse_json, sync_open_file
+from penstock.storage.files.system_calls import translate_os_errors
 
 Header = TypeVar("Header")
 
 WORDS: Final = pa.dictionary(pa.int32(), pa.string())
 """The type of a column with few distinct words."""
 _METADATA: Final = b"penstock"
+_MOST_UNPACKED: Final = 100
+"""How many times its file's size a table of over 64 MiB may take in memory; ours take under 20 times."""
 
 
 @contextmanager
@@ -39,10 +42,19 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
     `what` names the table in errors.
     """
     try:
-        file = pq.ParquetFile(path)
-        header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
+        # Arrow would wait for a pipe's writer.
+        with open_to_read(path):
+            file = pq.ParquetFile(path)
+        header = parse_json((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        # Columns without a fixed width raise ValueError; no table of ours has any.
+        row_bits = sum(kind.bit_width for kind in file.schema_arrow.types)
+        num_rows = sum(max(group.column(i).num_values for i in range(group.num_columns)) for group in groups)
+        most_bytes = max(MOST_BYTES, _MOST_UNPACKED * path.stat().st_size)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"Cannot read the {what}: {error}", uri=str(path)) from error
+    if num_rows * row_bits // 8 > most_bytes:
+        raise StorageError(f"The {what} have too many rows for the file's size: {num_rows:,}", uri=str(path))
     if header.get("format") != version:
         raise StorageError(
             f"The {what} have format {header.get('format')}, not {version}",
@@ -83,10 +95,10 @@ def read_spool_header(path: Path, make: Callable[..., Header], *, what: str, ver
 
     `what` names the spool in errors.
     """
-    with path.open("rb") as file:
-        line = file.readline()
+    with translate_os_errors("Opening", str(path)), open_to_read(path) as file:
+        line = file.readline(MOST_BYTES)
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         if header.pop("format") == version:
             return make(**header)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

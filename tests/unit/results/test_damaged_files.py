@@ -1,16 +1,33 @@
 """Whatever lies in a folder: it is read, or refused by its path with an error of ours. Nothing else."""
 
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.command_line import run_command
+from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_checkpoints, record_training
 
+from penstock.cluster.host_counters import CounterSample
 from penstock.errors import StorageError
-from penstock.results.event_files import read_spool
+from penstock.reports.page import is_page
+from penstock.results.checkpoint_files import THROUGHPUT_FILE, read_throughput
+from penstock.results.counter_files import (
+    COUNTERS_FILE,
+    CounterSpool,
+    SampledHost,
+    gather_counters,
+    read_counters,
+)
+from penstock.results.event_files import SPANS_FILE, STEPS_FILE, read_events, read_spool
 from penstock.results.history import read_catalog
 from penstock.results.run_comparison import compare_runs, summarize_run
 from penstock.results.run_record import read_record
@@ -83,3 +100,82 @@ def test_format_that_is_not_a_number_is_refused(tmp_path: Path, version: object)
     (tmp_path / "run.json").write_text(json.dumps({"format": version}))
     with pytest.raises(StorageError, match="This run has format"):
         read_record(tmp_path)
+
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+READERS: dict[str, Callable[[Path], object]] = {
+    COUNTERS_FILE: read_counters,
+    STEPS_FILE: read_events,
+    SPANS_FILE: read_events,
+    "counters/000000.jsonl": read_counters,
+    "spool/000000.events": read_events,
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(tmp_path: Path, name: str, made: str) -> None:
+    run = record_training(tmp_path, TrainingStory())
+    if "/" in name:
+        for table in run.glob("*.parquet"):
+            table.unlink()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    MADE[made](run / name)
+    with pytest.raises(StorageError, match=f"a device, a pipe or a socket.*{re.escape(name)}"):
+        READERS[name](run)
+    (run / "report.html").unlink(missing_ok=True)
+    MADE[made](run / "report.html")
+    assert not is_page(run / "report.html")
+    assert run_command("results", "show", run).returncode in (0, 1)
+    assert run_command("results", "page", run).returncode in (1, 2)
+
+
+def record_tables(folder: Path, name: str) -> Path:
+    """Record a run that has the table `name`."""
+    if name == THROUGHPUT_FILE:
+        return record_checkpoints(folder, CheckpointStory())
+    if name == STEPS_FILE:
+        return record_training(folder, TrainingStory())
+    host = SampledHost(host="a", rank=0, boot_id="", drives=[], interval_s=1.0, wall_ns=5, monotonic_ns=7)
+    with CounterSpool(folder, host) as spool:
+        spool.append(CounterSample(monotonic_ns=1, values={"cpu.user_ms": 2}))
+    gather_counters(folder)
+    return folder
+
+
+def repeat_rows(path: Path, num_rows: int) -> None:
+    """Replace a table by one of the same columns and header, whose rows are all alike and cost no bytes."""
+    schema = pq.ParquetFile(path).schema_arrow
+    columns = [
+        pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int32)), pa.array(["train"]))
+        if pa.types.is_dictionary(kind)
+        else pa.array(np.zeros(num_rows, kind.to_pandas_dtype()), kind)
+        for kind in schema.types
+    ]
+    pq.write_table(pa.table(columns, schema=schema), path, compression="zstd", row_group_size=num_rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [(COUNTERS_FILE, read_counters), (STEPS_FILE, read_events), (THROUGHPUT_FILE, read_throughput)],
+)
+def test_a_small_table_of_very_many_rows_is_refused(
+    tmp_path: Path, name: str, read: Callable[[Path], object]
+) -> None:
+    run = record_tables(tmp_path, name)
+    repeat_rows(run / name, 4_000_000)
+    with pytest.raises(StorageError, match="too many rows for the file's size: 4,000,000"):
+        read(run)
+
+
+def test_a_table_with_texts_of_any_length_is_refused(tmp_path: Path) -> None:
+    run = record_tables(tmp_path, COUNTERS_FILE)
+    schema = pq.ParquetFile(run / COUNTERS_FILE).schema_arrow
+    columns = {"host": ["x" * 10_000] * 10}
+    pq.write_table(pa.table(columns).replace_schema_metadata(schema.metadata), run / COUNTERS_FILE)
+    with pytest.raises(StorageError, match="width"):
+        read_counters(run)
