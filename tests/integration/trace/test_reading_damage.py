@@ -460,3 +460,22 @@ def test_random_damage_is_always_accounted_for(tmp_path: Path) -> None:
 def test_thousands_of_random_damages_are_accounted_for(tmp_path: Path) -> None:
     for seed in range(200, 8000):
         damage_at_random(seed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        (r"\x", None),
+        (r"\u12", None),
+        ("a\x01", None),
+        (r"\ud800", r"\ud800"),
+        (r"n\u00e9\/7", "n\u00e9/7"),
+    ],
+)
+def test_any_host_before_the_events_of_a_document_is_read_or_left_out(
+    host: str, shown: str | None, tmp_path: Path
+) -> None:
+    event = '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{}}'
+    (tmp_path / "t.json").write_text(f'{{"hostname":"{host}","traceEvents":[{event}]}}')
+    (batch,) = read_trace_file(TraceFile(path=tmp_path / "t.json")).batches
+    assert batch.column("host").to_pylist() == [shown]

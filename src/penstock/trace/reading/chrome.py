@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from penstock.trace.event_schema import FileAccount, LineFate, ParsedLine, parse_int64
-from penstock.trace.reading.json_lines import parse_event, parse_line
+from penstock.trace.reading.json_lines import clean_text, parse_event, parse_line
 
 _OBJECT_LIMIT: Final = 1 << 20
 """The number of characters after which an object without an end counts as damaged."""
@@ -32,7 +32,9 @@ _BETWEEN: Final = re.compile(r"[\s,]*")
 _NEXT: Final = re.compile(r"\{\s*\"")
 
 _BASE_TIME: Final = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
-_HOST: Final = re.compile(r'"host_?name"\s*:\s*("(?:[^"\\]|\\.)*")')
+_HOST: Final = re.compile(
+    r'"host_?name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[\da-fA-F]{4}))*")', re.ASCII
+)
 _RANK: Final = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})\b')
 _LAUNCHING_CATEGORIES: Final = ("cuda_runtime", "cuda_driver")
 _DEVICE_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
@@ -67,7 +69,7 @@ class ChromeDocument:
                 is_inside = True
                 base, host, rank = (find.search(text, 0, begin.end()) for find in (_BASE_TIME, _HOST, _RANK))
                 self._base_ns = int(base[1]) if base else 0
-                self._host = json.loads(host[1]) if host else None
+                self._host = clean_text(json.loads(host[1])) if host else None
                 self._rank = int(rank[1]) if rank else None
                 text = text[begin.end() :]
             if is_inside:
