@@ -20,6 +20,7 @@ from penstock.results.run_record import RunRecord, read_record
 from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_rate
 from penstock.workload.settings import dotted, flatten
+from penstock.workload.strict_yaml import limit_values
 
 VARIABLE_SETTINGS: Final = (
     "reader.read_threads", "reader.write_threads", "reader.computation_threads", "reader.prefetch_size",
@@ -244,13 +245,20 @@ def _summarize_dlio(folder: Path) -> RunSummary:
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also refuses numbers of thousands of digits."""
+
+
+limit_values(_Loader)
+
+
 def _read_yaml(path: Path, kind: type, notes: list[str]) -> Any:
     try:
         content = read_document(path)
         # Aliases in aliases multiply, and one may lead back to itself. DLIO writes none.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content)):
             raise ValueError("it has aliases")  # noqa: TRY301 - noted like other reasons
-        document = yaml.safe_load(content)
+        document = yaml.load(content, Loader=_Loader)  # noqa: S506 - safe
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"cannot read {path.name}: {error}")
         document = None

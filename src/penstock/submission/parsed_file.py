@@ -25,6 +25,7 @@ import yaml
 from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
 from penstock.submission.tree_layout import METADATA_SUFFIX
+from penstock.workload.strict_yaml import limit_values
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_METADATA_BYTES: Final = 64 << 20
@@ -42,8 +43,6 @@ _KINDS: Final = (
 _MAX_VALUES_BYTES: Final = 160 << 20
 _MAX_LEVELS: Final = 100
 _MAX_YAML_VALUES: Final = 100_000
-_MAX_NUMBER_DIGITS: Final = 1000
-"""Longer numbers are refused, because converting numbers in YAML's base 60 takes quadratic time."""
 _TOO_DEEP: Final = f"it is nested deeper than {_MAX_LEVELS} levels"
 _TRAILING_COMMA: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])')
 """A string, which must be preserved even if it does not end, or a comma that JSON does not allow."""
@@ -313,7 +312,7 @@ def _twice(keys: list[str]) -> list[str]:
 
 
 class _TreeLoader(_Loader):  # type: ignore[misc]  # PyYAML has no types
-    """PyYAML's safe loader; it also notes repeated keys, and refuses numbers of thousands of digits."""
+    """PyYAML's safe loader; it also notes repeated keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -325,17 +324,8 @@ class _TreeLoader(_Loader):  # type: ignore[misc]  # PyYAML has no types
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping
 
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Construct a YAML number, which may be written in base 60."""
-        if len(node.value) > _MAX_NUMBER_DIGITS:
-            raise ValueError(f"line {node.start_mark.line + 1} has a number of {len(node.value):,} digits")
-        is_whole = node.tag.endswith(":int")
-        number: int | float = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
-        return number
 
-
-for _kind in ("int", "float"):
-    _TreeLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _TreeLoader.construct_number)
+limit_values(_TreeLoader)
 
 
 def _limit_yaml(text: str) -> None:

@@ -1,5 +1,6 @@
 """YAML text as plain values: safe, and with an error for a key that occurs twice in one mapping."""
 
+import itertools
 import re
 from collections.abc import Hashable
 from typing import Any, Final
@@ -10,6 +11,8 @@ from penstock.errors import UsageError
 
 _FAST_NESTING: Final = 2000
 """libyaml ends the process somewhere above 20,000 levels, on a stack of 8 MiB."""
+_MAX_DIGITS: Final = 1000
+"""Longer numbers are refused: converting them takes quadratic time in base 60, and many cannot be printed."""
 _BLOCK_PREFIX: Final = re.compile(r"^[-?: \t]+", re.MULTILINE)
 
 
@@ -44,6 +47,26 @@ process.
 """
 
 
+def construct_value(loader: Any, node: yaml.Node) -> Any:
+    """Construct a number, time or Boolean; raise `ValueError` if it is too long or invalid."""
+    kind, line = node.tag.rpartition(":")[2], node.start_mark.line + 1
+    if len(node.value) > _MAX_DIGITS:
+        raise ValueError(f"line {line} has a number of {len(node.value):,} digits")
+    try:
+        return getattr(loader, f"construct_yaml_{kind}")(node)
+    except (ArithmeticError, AttributeError, LookupError) as error:
+        raise ValueError(f"line {line}: {node.value!r:.60} is not a valid {kind}") from error
+
+
+def limit_values(*loaders: Any) -> None:
+    """Make these YAML loaders construct numbers, times and Booleans by `construct_value`."""
+    for loader, kind in itertools.product(loaders, ("bool", "float", "int", "timestamp")):
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", construct_value)
+
+
+limit_values(_PlainLoader, _FAST_LOADER)
+
+
 def parse_yaml(
     text: str, *, source: str, kind: str = "A workload", page: str = "workloads"
 ) -> dict[str, Any]:
@@ -56,7 +79,7 @@ def parse_yaml(
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"Not YAML: {error.problem}", where=f"{source}{line}") from error
-    except (yaml.YAMLError, ValueError) as error:  # numbers of thousands of digits, impossible dates
+    except (yaml.YAMLError, ValueError) as error:  # such as impossible dates
         raise UsageError(f"Not YAML: {str(error).splitlines()[0]}", where=source) from error
     except RecursionError as error:
         raise UsageError("This YAML cannot be read: it is nested too deeply", where=source) from error

@@ -142,6 +142,7 @@ HOSTILE: Final[tuple[HostileTree, ...]] = (
     _of("brackets", SYSTEM, _text("[" * 200_000), "nested deeper than 100 levels"),
     _of("dashes", SYSTEM, _text("- " * 50_000 + "a"), "nested deeper than 100 levels"),
     _of("number in base 60", SYSTEM, _text("a: 1" + ":1" * 450_000), "has a number of 900,001 digits"),
+    _of("Boolean that is none", SYSTEM, _text("a: !!bool x"), "line 1: 'x' is not a valid bool"),
     _of("thousands of keys", SYSTEM, _text("".join(f"solutio{n}: v\n" for n in range(60_000))), "no field"),
     _of("gigabytes of description", SYSTEM, _inflate, f"{READ}: it has more than the 1,048,576 bytes"),
     _of("gigabytes of summary", SUMMARY, _inflate, f"{READ}: it has more than the 16,777,216 bytes"),
