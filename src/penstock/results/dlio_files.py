@@ -319,7 +319,8 @@ def write_configuration(
         "hydra.yaml": tree,
     }
     for name, document in documents.items():
-        write_text(folder / subfolder, name, yaml.safe_dump(document, sort_keys=False))
+        # As part of the key, because links in the root are refused if they lead out of it.
+        write_text(folder, f"{Path(subfolder)}/{name}", yaml.safe_dump(document, sort_keys=False))
 
 
 def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:

@@ -14,7 +14,13 @@ import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
-from penstock.storage.files.local_files import MOST_BYTES, open_to_read, parse_json, sync_open_file
+from penstock.storage.files.local_files import (
+    MOST_BYTES,
+    open_to_read,
+    open_without_links,
+    parse_json,
+    sync_open_file,
+)
 from penstock.storage.files.system_calls import translate_os_errors
 
 Header = TypeVar("Header")
@@ -68,8 +74,9 @@ class Spool:
     """A file of rows while a run lasts. Rows survive the death of their writer, but not a power cut."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb", buffering=0)
+        with translate_os_errors("Writing", str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "xb", buffering=0, opener=open_without_links)  # noqa: SIM115
         self.write(json.dumps(header).encode() + b"\n")
 
     def write(self, content: bytes) -> None:

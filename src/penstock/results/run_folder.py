@@ -24,6 +24,7 @@ from typing import Final
 from penstock.errors import ObjectNotFound
 from penstock.reports.page import is_page
 from penstock.results.run_status import STATUS_FILE
+from penstock.storage.files.local_files import refuse_links
 from penstock.storage.files.system_calls import translate_os_errors
 
 RUN_FILE: Final = "run.json"
@@ -70,6 +71,7 @@ def take_run_folder(folder: Path) -> None:
     """Prepare `folder` for a run: create it, or remove the files that an earlier run left in it."""
     with translate_os_errors("Making the folder of this run", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder / "spool", folder / "counters")
         if not (folder / RUN_FILE).is_file():
             return
         left = [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]

@@ -19,6 +19,7 @@ from penstock.results.dlio_files import (
     rank_output,
     rank_per_epoch_stats,
     summary,
+    write_configuration,
     write_dlio_files,
 )
 from penstock.results.phase_figures import compute_phase_figures, mean_and_stdev
@@ -365,3 +366,13 @@ def test_our_summary_has_the_keys_of_published_ones_and_more() -> None:
         assert set(theirs["metric"]) <= set(ours["metric"])
         for key, value in theirs.items():
             assert type(value) is type(ours[key]), key
+
+
+def test_the_configuration_is_not_written_through_a_linked_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run/.hydra").symlink_to(tmp_path / "outside")
+    workload = load("unet3d_h100").workload
+    with pytest.raises(StorageError, match="leads out of the root"):
+        write_configuration(tmp_path / "run", workload, (), subfolder=".hydra", run_folder=tmp_path / "run")
+    assert list((tmp_path / "outside").iterdir()) == []

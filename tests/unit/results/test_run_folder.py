@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.facts.host_facts import AbsentHost, ClusterFacts
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.history import HistoryFile
+from penstock.results.parquet_tables import Spool
 from penstock.results.provenance import read_host
 from penstock.results.run_folder import RUN_FILE, run_folder_name
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
@@ -40,6 +41,24 @@ def test_files_of_an_earlier_run_are_removed_and_others_stay(tmp_path: Path) -> 
         run.finish()
     assert {path.name for path in tmp_path.iterdir()} == {RUN_FILE, "spool", "notes.txt", "my_output.json"}
     assert not list((tmp_path / "spool").iterdir())
+
+
+@pytest.mark.parametrize("name", ["spool", "counters"])
+def test_nothing_is_removed_or_written_through_a_linked_folder(name: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    with ActiveRun.start_in(folder, request()) as run:
+        run.finish()
+    outside.mkdir()
+    files = [outside / "000000.jsonl", outside / "000000.events"]
+    for file in files:
+        file.touch()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(StorageError, match=f"{name} is a link"):
+        ActiveRun.start_in(folder, request())
+    assert all(file.exists() for file in files)
+    with pytest.raises(StorageError, match=f"{name} is a link"):
+        Spool(folder / name / "000001.events", {})
+    assert sorted(outside.iterdir()) == sorted(files)
 
 
 def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:

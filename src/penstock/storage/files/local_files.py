@@ -109,15 +109,20 @@ def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
     return file
 
 
+def refuse_links(*paths: Path) -> None:
+    """Raise `OSError` if one of these files or folders is a link."""
+    for path in paths:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path} is a link", str(path))
+
+
 def open_without_links(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file in a folder that others may have prepared: neither may be a link.
 
     Raises `OSError`. It can be the `opener` of `open`.
     """
     path = Path(path)
-    for each in (path.parent, path):
-        if each.is_symlink():
-            raise OSError(errno.ELOOP, f"{each} is a link", str(path))
+    refuse_links(path.parent, path)
     # Others may put a link there after this check.
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
