@@ -415,7 +415,7 @@ def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:
     for run in runs:
         if run.outcome == "running":
             raise UsageError(f"Run {run.id} is still running", where=run.folder, fix="Stop it, or wait.")
-        if run.path is None or run.path.parent != parent:
+        if run.path is None or run.path.parent != parent or run.path.name == "..":
             raise UsageError(
                 f"Run {run.id} is not directly below this folder", where=str(parent), fix="Name its parent."
             )

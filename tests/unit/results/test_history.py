@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import StorageError
+from penstock.errors import StorageError, UsageError
 from penstock.results import history as history_module
 from penstock.results.history import Entry, HistoryFile, format_entry, parse_entry, parse_lines
 from penstock.results.run_record import RunRequest
@@ -156,6 +156,17 @@ def test_nothing_is_written_through_a_link_in_place_of_the_history(
     assert "link" in str(refusal.value)
     assert home.path.read_bytes() == before
     assert not (tmp_path / "absent").exists()
+
+
+def test_a_forged_entry_removes_nothing_above_the_results(tmp_path: Path) -> None:
+    runs = tmp_path / "above" / "runs"
+    history = HistoryFile(runs)
+    history.begin(request(), NOW, named="..")
+    history.end(history.read()[0][0]["run"], "failed", "")
+    (run,) = history_module.read_catalog(runs)[0]
+    with pytest.raises(UsageError, match="not directly below"):
+        history_module.delete_runs(runs, [run])
+    assert history.exists()
 
 
 def test_nothing_is_written_into_a_pipe_in_place_of_the_history(tmp_path: Path) -> None:
