@@ -265,6 +265,8 @@ def _require_tree(value: object) -> None:
 
 
 _MOST_ALIKE = 1000
+_MOST_SETS = 1 << 20
+"""An empty set takes over 200 bytes of memory, and one byte of a pickle."""
 
 UNREADABLE = (
     pickle.UnpicklingError,
@@ -292,6 +294,8 @@ class _Unpickler(pickle.Unpickler):
         if is_archive:
             self._stand_ins.update(self._copying())
         self._unused = len(content)
+        self._alike: dict[int, complex] = {}
+        self._num_alike = 0
         self._where = where
         self._is_archive = is_archive
 
@@ -300,15 +304,15 @@ class _Unpickler(pickle.Unpickler):
         try:
             # The unpickler's table of parts has a place for every number up to the largest one.
             number: Any
-            alike: dict[int, int] = {}
-            num_alike = 0
+            num_sets = 0
             for operation, number, _ in pickletools.genops(self._frame):
                 if operation.code in "pr":
                     require(0 <= number <= len(self._frame), "it numbers more parts than it can have")
                 elif type(number) is int and hash(number) != number:
-                    # As keys, numbers with one hash would take time by the square of how many they are.
-                    num_alike += alike.setdefault(hash(number), number) != number
-                    require(num_alike <= _MOST_ALIKE, "its numbers are chosen to have the same hash")
+                    self._count_alike(number)
+                elif operation.name == "EMPTY_SET":
+                    num_sets += 1
+                    require(num_sets <= _MOST_SETS, "it has too many sets")
             value = self.load()
             if self._is_archive:
                 _require_tree(value)
@@ -339,8 +343,18 @@ class _Unpickler(pickle.Unpickler):
             self._stand_ins[module, name] = type(name, (Opaque,), {"kind": f"{module}.{name}"})
         return self._stand_ins[module, name]
 
+    def _count_alike(self, number: complex) -> None:
+        # As keys, numbers with one hash would take time by the square of how many they are.
+        self._num_alike += self._alike.setdefault(hash(number), number) != number
+        require(self._num_alike <= _MOST_ALIKE, "its numbers are chosen to have the same hash")
+
     def _copying(self) -> StandIns:
         """Return stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
+
+        def complex_number(real: Any, imaginary: Any) -> complex:
+            made = complex(real, imaginary)
+            self._count_alike(made)
+            return made
 
         def spend(part: Any, *kinds: type) -> Any:
             require(type(part) in kinds, f"it is made of a {type(part).__name__}")
@@ -352,6 +366,7 @@ class _Unpickler(pickle.Unpickler):
             return bytes(spend(text, str).encode("latin-1"))
 
         return {
+            ("builtins", "complex"): complex_number,
             ("_codecs", "encode"): encoded,
             ("builtins", "bytes"): lambda: b"",
             ("builtins", "bytearray"): lambda content=b"", coding="": bytearray(
@@ -493,5 +508,5 @@ _ARCHIVE_NAMES: StandIns = {
     ("torch", "device"): _device,
     ("builtins", "getattr"): _inner_class,
     ("collections", "OrderedDict"): lambda: OrderedDict(),  # noqa: PLW0108 - the class itself takes arguments
-    **{("builtins", kind.__name__): kind for kind in (complex, slice, range)},
+    **{("builtins", kind.__name__): kind for kind in (slice, range)},
 }

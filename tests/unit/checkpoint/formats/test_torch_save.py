@@ -243,5 +243,19 @@ def test_keys_that_are_chosen_to_have_the_same_hash_are_refused(wrap: Any) -> No
     alike = {wrap(number * sys.hash_info.modulus): None for number in range(1, 1200)}
     with pytest.raises(DataDamaged, match="its numbers are chosen to have the same hash"):
         opened(saved(alike))
+    complexes = {wrap(complex(-1000003 * number, number)): None for number in range(1, 1200)}
+    with pytest.raises(DataDamaged, match="its numbers are chosen to have the same hash"):
+        opened(saved(complexes))
+    scattered = {wrap(complex(number, number)): None for number in range(5000)}
+    assert len(opened(saved(scattered)).value) == 5000
     various = {wrap((1 << 61) + number): None for number in range(5000)}
     assert len(opened(saved(various)).value) == 5000
+
+
+def test_a_million_of_sets_in_a_megabyte_are_refused() -> None:
+    from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle, read_torch_pickle
+
+    for read in (read_torch_pickle, read_metadata_pickle):
+        assert read(b"\x80\x04](" + b"\x8f" * 1000 + b"e.", "here") == [set()] * 1000
+        with pytest.raises(DataDamaged, match="it has too many sets"):
+            read(b"\x80\x04](" + b"\x8f" * ((1 << 20) + 1) + b"e.", "here")
