@@ -294,7 +294,9 @@ def read_event_count(trace: Path) -> int | None:
 
 
 def find_lines(path: Path, *marks: bytes) -> Iterator[bytes]:
-    """Yield the lines of a file that contain one of the marks. Damage is not reported."""
+    """Yield the lines of a file that contain one of the marks. Damage is not reported, nor are pipes read."""
+    if not path.is_file():
+        return
     for chunk in split_lines(read_pieces(path, lambda _: None, lambda _: None)):
         if any(mark in chunk for mark in marks):
             yield from (line for line in chunk.split(b"\n") if any(mark in line for mark in marks))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def test_files_that_disagree_explain_nothing(tmp_path: Path) -> None:
 def test_hash_of_one_process_is_looked_up_nowhere(value: str, tmp_path: Path) -> None:
     (tmp_path / "a.pfw").write_bytes(_line("/d/a", value))
     assert _find(tmp_path, value) is None
+
+
+def test_pipes_and_folders_in_the_folder_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.pfw").mkdir()
+    os.mkfifo(tmp_path / "b.pfw")
+    (tmp_path / "c.pfw").symlink_to("/dev/zero")
+    (tmp_path / "d.pfw").write_bytes(_line("/d/a", HASH))
+    assert _find(tmp_path) == "/d/a"
 
 
 def test_damaged_lines_and_mentions_are_passed_over(tmp_path: Path) -> None:
