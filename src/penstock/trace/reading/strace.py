@@ -35,8 +35,9 @@ host.
 """
 _HOST: Final = re.compile(rf".*{HOST_MARK}([\w.-]+)\.strace(?:\.\d+)?(?:\.gz)?")
 _FILE_NAME: Final = re.compile(r"(.+\.)(\d{1,10})(?:\.gz)?")
-_MADE_THREAD: Final = re.compile(rb"clone3?\(.*CLONE_THREAD.*= (\d{1,10})\b")
-_MADE_TASK: Final = re.compile(rb"\b(?:clone3?|v?fork)\(.*= (\d{1,10})\b")
+# The atomic groups keep a line with many such calls from being searched again from each.
+_MADE_THREAD: Final = re.compile(rb"(?>.*?clone3?\()(?>.*?CLONE_THREAD).*= (\d{1,10})\b")
+_MADE_TASK: Final = re.compile(rb"(?>.*?\b(?:clone3?|v?fork)\().*= (\d{1,10})\b")
 _THREADLESS_LINE: Final = re.compile(rb"\s*\d{9,11}\.\d{6}\s")
 _UNKNOWN: Final = (0, 0)
 """The thread and process of a listing in which neither the lines nor the file's name have numbers."""
@@ -81,11 +82,12 @@ def find_makers(listings: Mapping[Path, int], made: re.Pattern[bytes] = _MADE_TA
     makers: dict[int, int] = {}
     for path, tid in listings.items():
         for line in find_lines(path, b"clone", b"fork("):
-            makers |= dict.fromkeys(map(int, made.findall(line)), tid)
+            if call := made.match(line):
+                makers[int(call[1])] = tid
     return makers
 
 
-_LINE: Final = re.compile(STRACE_BEGIN % "1,11" + r"(.*?)\s*", re.DOTALL)
+_LINE: Final = re.compile(STRACE_BEGIN % "1,11" + r"(.*)", re.DOTALL)
 # strace escapes < and > in names of files. Sockets (`-yy`) contain an arrow, devices a further pair of
 # brackets.
 _SHOWN: Final = r"<([A-Za-z0-9-]+:\[[^<>]*(?:->[^<>]*)?\]|[^<>]*(?:<[^<>]*>)?)>(?:\(deleted\))?"
@@ -220,6 +222,7 @@ class Strace:
         if match is None:
             return ParsedLine(LineFate.DROPPED, reason="not a line of strace")
         bracketed, plain, seconds, fraction, rest = match.groups()
+        rest = rest.rstrip()
         tid = int(bracketed or plain or self._tid)
         if len(self._processes) > _MOST_TASKS and tid not in self._processes:
             return ParsedLine(LineFate.DROPPED, reason=_TOO_MANY)

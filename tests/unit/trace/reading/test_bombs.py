@@ -9,6 +9,7 @@ import pytest
 
 from penstock.trace.event_schema import FileAccount, TraceFile
 from penstock.trace.reading.json_lines import parse_line
+from penstock.trace.reading.strace import find_makers, find_task
 from penstock.trace.trace_set import read_trace_file
 
 MIB = 1 << 20
@@ -128,3 +129,14 @@ def test_a_process_with_many_files_that_forks_often_does_not_fill_the_memory(tmp
 def test_a_line_is_searched_once_and_not_from_each_of_its_places(opening: bytes, token: bytes) -> None:
     line = opening + token * (MIB // len(token))
     assert parse_line(line, str, 1000).row is None  # by the square of its length, it would take hours
+
+
+def test_a_line_of_strace_is_searched_once_and_not_from_each_of_its_places(tmp_path: Path) -> None:
+    begin, calls = b"1700000000.000001 ", MIB // 8
+    for text in (b" " * MIB + b"x", b"clone(" * calls, b"clone(" + b"CLONE_THREAD" * calls, b"fork(" * calls):
+        (tmp_path / "t.1").write_bytes(begin + b"getpid() = 1 <0.000001>\n" + begin + text + b"\n")
+        reading = read_trace_file(TraceFile(path=tmp_path / "t.1"))
+        assert sum(batch.num_rows for batch in reading.batches) == 1
+        assert find_task(tmp_path / "t.2", begin) == (2, 2)
+        assert find_makers({tmp_path / "t.1": 1}) == {}
+        (tmp_path / "t.1").unlink()
