@@ -285,6 +285,9 @@ FORMATS: Final = ("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
 SHAREGPT_CONTEXT: Final = 16_384
 SHAREGPT_ANSWER: Final = 2_048
 _CHARACTERS_PER_TOKEN: Final = 4
+_MOST_BLOCKS: Final = 1 << 24
+_BLOCKS_PER_ROW: Final = 32
+"""A table has at most `_MOST_BLOCKS`, or this many per row if that is more: a row may claim any number."""
 _CSV_COLUMNS: Final = (
     ("timestamp",),
     ("request tokens", "contexttokens"),
@@ -456,6 +459,12 @@ def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iter
         where = f"{path}:{number}"
         arrival, tokens = time_value(request, (time,), where), whole_number(request, (inputs,), where)
         first, num_blocks = num_blocks, num_blocks + -(-tokens // block_tokens)
+        if num_blocks > max(_MOST_BLOCKS, _BLOCKS_PER_ROW * number):
+            raise UsageError(
+                f"With this row of {tokens:,} tokens, there are {num_blocks:,} blocks, which is too many",
+                where=where,
+                fix="Correct the number, or give larger blocks with --block-tokens.",
+            )
         answer = whole_number(request, (outputs,), where)
         yield _Request(arrival, tokens, answer, range(first, num_blocks), number)
 

@@ -120,6 +120,13 @@ def test_burstgpt_has_no_common_blocks(tmp_path: Path) -> None:
     assert trace.arrival_s.tolist() == [0, 40]
 
 
+@pytest.mark.parametrize("rows", [["0,100000000000,1"], ["0,8e9,1", "1,8e9,1"]])
+def test_a_table_that_claims_too_many_blocks_is_refused_by_its_line(tmp_path: Path, rows: list[str]) -> None:
+    path = written(tmp_path, "Timestamp,Request tokens,Response tokens", *rows, name="b.csv")
+    with pytest.raises(UsageError, match=rf"blocks, which is too many .*b\.csv:{len(rows) + 1}\)"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize("zone", ["", "+00:00"])
 def test_azures_traces_have_dates_instead_of_times(tmp_path: Path, zone: str) -> None:
     path = written(
