@@ -47,6 +47,8 @@ from penstock.checkpoint.state.regions import require
 _LARGEST_SHARED = 1024
 _MOST_ENTROPY = 1024
 """The largest number of words in the pool of a `SeedSequence`, whose size the checkpoint gives."""
+_MOST_SEED_BITS = 1 << 15
+"""The longest seed; numpy's time grows with the square of its length."""
 
 
 def names_beyond_data(value: object) -> list[str]:
@@ -407,10 +409,18 @@ def _scalar(arguments: tuple[Any, ...], _: Any) -> Any:
     return np.ndarray((), dtype, bytearray(content))[()]
 
 
+def _seeds_of(held: Any) -> list[Any]:
+    # Only plain containers, because others may run code of their classes.
+    return [seed for part in held for seed in _seeds_of(part)] if type(held) in (list, tuple) else [held]
+
+
 def _seed_sequence(arguments: tuple[Any, ...], state: Any) -> np.random.SeedSequence:
     require(arguments[0] is np.random.SeedSequence, "it is a SeedSequence of another class")
     entropy, num_spawned, _, pool_size, spawn_key = state
     require(4 <= pool_size <= _MOST_ENTROPY, "a SeedSequence has a pool of the wrong size")
+    seeds = _seeds_of((entropy, spawn_key))
+    is_short = all(seed.bit_length() <= _MOST_SEED_BITS for seed in seeds if type(seed) is int)
+    require(is_short, f"a SeedSequence has a seed of over {_MOST_SEED_BITS} bits")
     return np.random.SeedSequence(
         entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_spawned
     )

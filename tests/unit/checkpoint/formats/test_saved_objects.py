@@ -377,6 +377,20 @@ class Shown:
     __repr__ = noting("__repr__", "shown")
 
 
+@pytest.mark.parametrize("wrap", [int, lambda seed: [seed], lambda seed: (1, [seed])])
+def test_a_seed_that_would_take_minutes_is_refused(wrap: Any) -> None:
+    unpickle = np.random.bit_generator.__dict__["__pyx_unpickle_SeedSequence"]
+
+    def load(num_bits: int) -> Any:
+        state = (wrap((1 << num_bits) - 1), 0, None, 4, ())
+        content = object_bytes((Call(unpickle, (np.random.SeedSequence, 0, None), state),))
+        return load_object(content, "x", trust=False, where="here")
+
+    with pytest.raises(DataDamaged, match="a seed of over 32768 bits"):
+        load(1 << 18)
+    assert load(128)[0].entropy == wrap((1 << 128) - 1)
+
+
 @pytest.mark.parametrize("which", ["numpy", "no member"])
 def test_methods_of_an_instance_do_not_run_where_it_is_not_expected(which: str) -> None:
     values = {
