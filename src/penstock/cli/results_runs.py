@@ -122,11 +122,12 @@ def _headline(run: RunSummary) -> str:
     if run.au_compat_percent is None:
         if rates or run.outcome == "finished":
             return rates or "figures: `penstock results show`"
-        from penstock.results.event_files import count_epochs
+        from penstock.results.event_files import read_spool, spool_path
+        from penstock.results.step_events import StepPhase
 
         epochs = 0
-        with suppress(StorageError):
-            epochs = count_epochs(Path(run.folder))
+        with suppress(StorageError):  # a run that ended too early has no events
+            epochs = len(read_spool(spool_path(Path(run.folder), 0)).epochs(StepPhase.TRAIN))
         return (
             f"figures of {format_count(epochs, 'epoch')}: `penstock results show`" if epochs else "no figures"
         )

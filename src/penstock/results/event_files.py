@@ -89,12 +89,6 @@ def read_spool(path: Path) -> step_events.RankEvents:
     )
 
 
-def count_epochs(run_folder: Path) -> int:
-    """Count the training epochs of an unfinished run in which rank 0 completed a block."""
-    path = spool_path(run_folder, 0)
-    return len(read_spool(path).epochs(step_events.StepPhase.TRAIN)) if path.exists() else 0
-
-
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
 _ENUMS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}

@@ -18,7 +18,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -409,9 +409,13 @@ def _scalar(arguments: tuple[Any, ...], _: Any) -> Any:
     return np.ndarray((), dtype, bytearray(content))[()]
 
 
-def _seeds_of(held: Any) -> list[Any]:
-    # Only plain containers, because others may run code of their classes.
-    return [seed for part in held for seed in _seeds_of(part)] if type(held) in (list, tuple) else [held]
+def _seeds_of(held: Any) -> Iterator[Any]:
+    # Only plain containers are looked into, because others may run code of their classes.
+    if type(held) in (list, tuple):
+        for part in held:
+            yield from _seeds_of(part)
+    else:
+        yield held
 
 
 def _seed_sequence(arguments: tuple[Any, ...], state: Any) -> np.random.SeedSequence:
