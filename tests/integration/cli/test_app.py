@@ -70,7 +70,8 @@ def test_json_is_one_document_on_stdout_and_nothing_else(tmp_path: Path) -> None
     document = json.loads(result.stdout)
     wanted = {"op", "mode", "streams", "block_bytes", "gib_per_s", "p50_ms", "p99_ms"}
     assert all(wanted <= seen.keys() for seen in document["measurements"])
-    assert result.stderr == ""
+    assert "{" not in result.stderr  # a busy machine may be worth a note
+    assert "Traceback" not in result.stderr
 
 
 def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
