@@ -82,7 +82,6 @@ def test_a_checkpoint_run_shows_the_checkpoints_that_are_finished(
     answers = read_banner(folder / "report.html")
     assert answers["Passed?"] == "interrupted"
     assert f"written with {rate}" in answers["How much"]
-    assert "--resume" in answers["To do"]
 
 
 def test_ls_counts_the_finished_epochs_of_a_training_run(

@@ -287,7 +287,7 @@ def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: 
     assert counts == {EntryOutcome.DONE: num_stored, EntryOutcome.MISSING: 64}
 
 
-@pytest.mark.parametrize("pace", [("60", "0.0001"), ("10000", "0")], ids=["open loop", "closed loop"])
+@pytest.mark.parametrize("pace", [("60", "0.001"), ("10000", "0")], ids=["open loop", "closed loop"])
 def test_ctrl_c_ends_a_run_whose_other_operations_have_not_begun(
     tmp_path: Path, pace: tuple[str, str]
 ) -> None:
@@ -364,7 +364,7 @@ def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Pat
     with pytest.raises(OutOfSpace, match=r"takes .* TiB, but only") as raised:
         on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     assert "--capacity" in str(raised.value.fix)
-    assert not (tmp_path / "store").exists()
+    assert not list((tmp_path / "store").glob("*"))
 
 
 def test_capacity_means_bytes_on_storage_at_any_scale(
