@@ -4,6 +4,7 @@ Place in the flow: above `clean_processes`. Invariant: ranks meet through a file
 tests that run side by side never meet each other.
 """
 
+import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.child_processes import LIMIT_S, FunctionRef, run_children
+
+MANY = 16
+"""More ranks than these yield to the other tests, each of which has one process against theirs."""
 
 
 def on_gloo_ranks(
@@ -31,6 +35,8 @@ def on_gloo_ranks(
 def as_rank(rank: int, size: int, meeting: str, program: FunctionRef, arguments: tuple[Any, ...]) -> Any:
     """Become one rank of the job that meets at this file, run `program` and leave."""
     torch.set_num_threads(1)
+    if size > MANY:
+        os.nice(10)
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined] # documented, but not in torch's stubs
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S)

@@ -18,6 +18,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -444,6 +445,9 @@ class SaveTransaction:
         self._is_owner = is_owner
         self._is_over = False
         self._lease = lease
+        if lease is not None:
+            # If nobody ends this save, as after an error in a planner of torch's, its draft is swept later.
+            weakref.finalize(self, lease.stop)
 
     @cached_property
     def data_storage(self) -> Storage:

@@ -247,17 +247,6 @@ def test_synthetic_samples_have_no_pages(ground: Ground) -> None:
     assert [epoch["cache"] for epoch in result.stages.epochs] == [None, None]
 
 
-def test_the_ceiling_run_tells_what_this_client_could_do(ground: Ground) -> None:
-    result = ground.make().run()
-    ceiling = result.stages.ceiling
-    assert ceiling is not None
-    assert ceiling["steps"] == 6
-    assert 0 < ceiling["au_compat"] <= 100
-    assert ceiling["samples_per_s"] > 0
-    assert result.document()["ceiling"]["steps"] == 6
-    assert any("storage that costs nothing" in sentence for sentence in result.document()["evidence"])
-
-
 class _SlowStorage(WrappedStorage):
     """Every read takes 30 ms."""
 
@@ -269,6 +258,19 @@ class _SlowSource(WrappedSource):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         time.sleep(0.03)
         super().read_into(offset, buffer)
+
+
+def test_the_ceiling_run_tells_what_this_client_could_do(tmp_path: Path) -> None:
+    # On memory, a run may exceed what was measured as the ceiling, which then does not count.
+    inside = Ground(MemoryStorage(), tmp_path).make()
+    result = Ground(_SlowStorage(inside.storage), tmp_path).run()
+    ceiling = result.stages.ceiling
+    assert ceiling is not None
+    assert ceiling["steps"] == 6
+    assert 0 < ceiling["au_compat"] <= 100
+    assert ceiling["samples_per_s"] > 0
+    assert result.document()["ceiling"]["steps"] == 6
+    assert any("storage that costs nothing" in sentence for sentence in result.document()["evidence"])
 
 
 def test_slow_storage_is_named_as_the_bottleneck(tmp_path: Path) -> None:

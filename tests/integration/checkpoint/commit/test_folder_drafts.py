@@ -370,6 +370,16 @@ def test_a_lease_that_cannot_be_renewed_is_logged(tmp_path: Path, caplog: pytest
     keeper._thread.join(60)
 
 
+def test_a_save_that_nobody_ends_lets_its_lease_run_out(tmp_path: Path) -> None:
+    transaction = begin_save(files(tmp_path), NAME, SoloComm())
+    keeper = transaction._lease
+    assert keeper is not None
+    assert keeper._thread.is_alive()
+    del transaction
+    keeper._thread.join(60)
+    assert not keeper._thread.is_alive()
+
+
 def test_a_checkpoint_is_removed_by_name_first(tmp_path: Path) -> None:
     save(tmp_path, 0)
     storage = files(tmp_path, FailFileCall.and_all_after("unlink", 1, errno.EIO))
