@@ -87,7 +87,7 @@ TRACE = Group(
     extra="trace",
 )
 KVCACHE = Group(
-    "Plan and measure storage for the key-value caches of inference.",
+    "Plan and measure storage for the key-value caches of LLM inference.",
     {
         "models": "penstock.cli.kvcache_planning:models",
         "size": "penstock.cli.kvcache_planning:size",

@@ -287,7 +287,8 @@ def remove(
         "--even-last", "Allow removing the last complete checkpoint, or a step that is not durable."
     ),
     no_verify: bool = flag(
-        "--no-verify", "Check only that the remaining checkpoint's files exist with the right sizes."
+        "--no-verify",
+        "Do not read the checkpoint that remains: check only that its files have the right sizes.",
     ),
 ) -> None:
     """Remove a checkpoint: hide it in one durable step, then delete its files.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionOptions:
-    """The division of MLPerf Storage whose rules a run obeys, if any."""
+    """The MLPerf Storage division whose rules a run follows, if any."""
 
     closed: bool = flag(
         "--closed",

@@ -1,6 +1,6 @@
 """The variables of launchers and batch systems: which rank this process is, and when the job ends.
 
-Pure. Invariant: the innermost launcher counts, so a torchrun inside srun is a torchrun.
+Pure. Invariant: the innermost launcher wins: torchrun inside srun is treated as torchrun.
 """
 
 from dataclasses import dataclass

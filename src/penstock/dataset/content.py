@@ -1,7 +1,7 @@
-"""Content: any byte of generated data, from (seed, object, offset) alone, at the speed of memory.
+"""Generate any byte of the data from (seed, object, offset) alone, at the speed of memory.
 
-Written data can be verified from the seed; nothing is stored for that. The bytes of a version of the
-algorithm never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
+Data is verified from the seed, without stored checksums. A version of the algorithm generates the same
+bytes on every machine, always. Version 1, in unsigned little-endian 64-bit integers:
 
     a, b       = both halves of blake2b-128(seed as 8 bytes + kind + object, person "penstock content"), where
                  kind is "i" and object a number of 8 bytes, or kind is "n" and object a name in UTF-8;
@@ -13,7 +13,7 @@ algorithm never change, on any machine. Version 1, in unsigned little-endian 64-
     content    = word(a, b, 0), word(a, b, 1), ...: 512 words are block 0, the next 512 block 1, and so on
 
 For one object, `word` is a bijection of i, so it never repeats a word; two objects differ in 128 bits of key.
-Only if storage is meant to save space, each block k has a draw d = word(b, a, k):
+If the data should compress or deduplicate, a number d = word(b, a, k) decides for each block k:
 
     dedupable    if d >> 32 < share * 2**32, the block is block k' = d mod 256 of the pool instead: from here
                  on the keys are p and q, and d = word(q, p, k')

@@ -1,1 +1,1 @@
-"""Key-value caches of inference: what they need from storage, first simulated, then measured."""
+"""Key-value caches of LLM inference: what they need from storage, first simulated, then measured."""

@@ -147,7 +147,7 @@ class BottleneckVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A mean over epochs and its population standard deviation, as in DLIO."""
+    """The mean and population standard deviation over epochs, as in DLIO."""
 
     mean: float
     stdev: float

@@ -44,7 +44,7 @@ def mean(values: Collection[float]) -> float:
 
 
 def deviation(values: Collection[float]) -> float:
-    """Return the standard deviation of the population."""
+    """Return the population standard deviation."""
     middle = mean(values)
     return math.sqrt(mean([(value - middle) ** 2 for value in values]))
 

@@ -62,7 +62,7 @@ def verdicts_page(
 
 
 def _answer(checked: Sequence[CheckedResult]) -> Banner:
-    """Return the first answers: the worst verdict, the rules behind it, where they first fail, and a fix."""
+    """Return the summary at the top: the worst verdict, its rules, where each first fails, and a fix."""
     counts = Counter(result.verdict for result in checked)
     by_verdict = [f"{counts[one]} {one.value}" for one in reversed(_GRAVITY) if counts[one]]
     gravest = next((one for one in _GRAVITY if counts[one]), Validity.NOT_CHECKED)

@@ -97,7 +97,8 @@ def list_folder(folder: Path | None) -> list[Path]:
 def list_subfolders(folder: Path | None, *, with_links: bool = False) -> list[Path]:
     """List the folders among the entries.
 
-    With `with_links`, links to folders are included, for folders that are read rather than searched.
+    With `with_links`, symbolic links to folders are included: use it where folders are read, not searched
+    recursively.
     """
     return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry, follows_links=with_links)]
 

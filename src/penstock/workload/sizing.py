@@ -161,7 +161,7 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
 
 
 def _gibibytes(memory_bytes: int) -> str:
-    """Return the size in GiB if that is exact, so that the line can be checked by hand; else in bytes."""
+    """Return the size in GiB if that is exact, so that a reader can check it by hand; else in bytes."""
     return f"{memory_bytes >> 30} GiB" if memory_bytes % (1 << 30) == 0 else f"{memory_bytes} B"
 
 

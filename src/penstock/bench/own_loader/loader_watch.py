@@ -6,8 +6,8 @@ fetch, so the probe replaces `fetch` of torch's two fetchers and restores it at 
 yields what it would without the watch, and its data set, samples and functions are the user's own.
 
 `ProcessWatch` reads the kernel's figures of the loader's processes: bytes read, memory, and how busy their
-threads are. Nothing more can be known about a loader other than torch's. One thread reads /proc from time to
-time, and spends at most a thousandth of the time on it.
+threads are. For loaders other than torch's, nothing more can be observed. One thread reads /proc from time to
+time, and spends at most 0.1 % of its time on that.
 """
 
 from __future__ import annotations
