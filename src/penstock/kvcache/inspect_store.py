@@ -26,7 +26,7 @@ from penstock.kvcache.models import MODELS, KvModel
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import unfinished_objects
-from penstock.storage.files.local_files import parse_json
+from penstock.storage.files.local_files import MOST_BYTES, parse_json
 from penstock.storage.protocol import ObjectInfo, Source, read_object
 
 Tier = Literal["vllm", "lmcache-disk", "lmcache-fs", "lmcache-l2", "penstock"]
@@ -268,6 +268,8 @@ def inspect_store(
 
 def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
     """Read the configuration in one of vLLM's folders, or say what is wrong with it."""
+    if info.size_bytes > MOST_BYTES:
+        return f"{CONFIG} has {info.size_bytes:,} bytes"
     try:
         config = parse_json(bytes(read_object(storage, info.key)))
     except (StorageError, ValueError) as error:

@@ -421,6 +421,8 @@ def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:
             )
     history = HistoryFile(parent)
     with system_calls.translate_os_errors("Removing runs", str(parent)):
+        # No run must be gone before its deletion can be recorded.
+        local_files.refuse_links(history.path.parent, history.path)
         for run in runs:
             shutil.rmtree(parent / run.folder)
             history.append("deleted", run.id, folder=run.folder, batch="")

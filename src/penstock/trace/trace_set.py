@@ -40,10 +40,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.errors import UsageError, name_some
+from penstock.errors import DataDamaged, UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.storage.files.local_files import replace_durably
+from penstock.storage.files.local_files import parse_json, replace_durably
 from penstock.storage.files.system_calls import map_os_error, translate_os_errors
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
@@ -98,6 +98,7 @@ _SORT_MEMORY: Final = "1GB"
 """The memory that DuckDB may use for sorting; what does not fit goes to the scratch folder."""
 _KEY: Final = "penstock.trace"
 _VERSION: Final = 3
+_RECREATE: Final = "Create it again with penstock trace load."
 _READABLE: Final = (2, 3)
 """The readable versions of tables. The second, of Penstock 0.2.0, has columns and sums that are ignored
 today.
@@ -421,15 +422,21 @@ def read_facts(path: Path) -> EventTableFacts | None:
             where=str(path),
             fix="Create one with penstock trace load, from the files that the tracer itself wrote.",
         )
-    document = json.loads(text)
-    if document["version"] not in _READABLE:
-        raise UsageError(
-            f"Another version of Penstock wrote this table (format {document['version']}, not {_VERSION})",
-            where=str(path),
-            fix="Create it again with penstock trace load.",
-        )
-    accounts = tuple(map(FileAccount.from_document, document["accounts"]))
-    return EventTableFacts(tuple(document["sources"]), accounts, document["where"])
+    try:
+        document = parse_json(text)
+        version = document["version"]
+        if version in _READABLE:
+            accounts = tuple(map(FileAccount.from_document, document["accounts"]))
+            return EventTableFacts(tuple(document["sources"]), accounts, document["where"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataDamaged(
+            "The facts of this event table are damaged", where=str(path), fix=_RECREATE
+        ) from error
+    raise UsageError(
+        f"Another version of Penstock wrote this table (format {version}, not {_VERSION})",
+        where=str(path),
+        fix=_RECREATE,
+    )
 
 
 @contextmanager
@@ -570,7 +577,9 @@ def open_trace_set(
                     continue
                 of_runs[run] += _refresh(path, facts, progress).accounts
                 tables.append(path)
-                selected.append(f"SELECT {columns} FROM read_parquet({sql_literal(str(path))})")
+                # To DuckDB, a name may be a pattern of other files' names.
+                source = sql_literal(glob.escape(str(path)))
+                selected.append(f"SELECT {columns} FROM read_parquet({source})")
             if not raw:
                 continue
             files = name_trace_files(raw, run=run, rank_pattern=rank_pattern)

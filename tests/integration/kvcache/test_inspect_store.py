@@ -1,6 +1,7 @@
 """Stores of vLLM's, LMCache's and our own file tiers, laid out by hand as published, are read and judged."""
 
 import json
+import os
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -89,6 +90,9 @@ def test_what_is_wrong_in_a_store_of_vllm_is_named(tmp_path: Path) -> None:
     assert (document["unfinished"]["objects"], document["unknown"]["examples"]) == (1, ["notes.txt"])
     next(tmp_path.glob("*/config.json")).write_text(json.dumps(CONFIG | {"tp_size": 4}))
     assert "does not match the name" in inspected(tmp_path)["series"][0]["config_problem"]
+    # Sparse: it takes no room, but reading it would.
+    os.truncate(next(tmp_path.glob("*/config.json")), 1 << 36)
+    assert "68,719,476,736 bytes" in inspected(tmp_path)["series"][0]["config_problem"]
 
 
 def test_stores_of_lmcache_have_short_ends_of_prompts_and_headers(tmp_path: Path) -> None:

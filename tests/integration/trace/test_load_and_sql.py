@@ -14,7 +14,7 @@ import pytest
 from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
 from penstock.cli import main
-from penstock.errors import OutOfSpace, UsageError
+from penstock.errors import OutOfSpace, PenstockError, UsageError
 from penstock.progress import Progress
 from penstock.trace import load
 from penstock.trace.event_schema import SCHEMA
@@ -133,6 +133,27 @@ def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Pa
     assert facts is not None
     sizes = [path.stat().st_size for path in sorted(traces.iterdir())]
     assert [source["size_bytes"] for source in facts.sources] == sizes
+
+
+def test_the_name_of_a_table_is_no_pattern_of_other_names(traces: Path, tmp_path: Path) -> None:
+    table, other = tmp_path / "run[1]*.events", tmp_path / "run1.events"
+    files = name_trace_files(find_trace_files([str(traces)]), run="")
+    convert(files, table, progress=Progress())
+    convert(files[:1], other, progress=Progress())
+    with load(table) as run:
+        assert len(run.events) == 1201
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["{", "[]", "3", '{"version": [3]}', '{"version": 3, "accounts": 7}', '{"version": 3, "accounts": [{}]}'],
+)
+def test_a_table_with_damaged_facts_is_refused(facts: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.events"
+    pq.write_table(pa.table({"ts_us": [1]}).replace_schema_metadata({"penstock.trace": facts}), path)
+    with pytest.raises(PenstockError, match=r"damaged|Another version") as refusal:
+        read_facts(path)
+    assert str(path) in str(refusal.value)
 
 
 def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:

@@ -127,6 +127,17 @@ def test_a_deleted_run_stays_in_the_history(tmp_path: Path) -> None:
     assert (run.where, run.outcome, run.folder, run.path) == ("deleted", "finished", folder.name, None)
 
 
+def test_no_run_is_deleted_where_that_cannot_be_recorded(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    runs = listed(tmp_path)
+    history = HistoryFile(tmp_path).path
+    history.rename(tmp_path / "elsewhere")
+    history.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is a link"):
+        delete_runs(tmp_path, runs)
+    assert folder.exists()
+
+
 def test_runs_that_version_0_2_moved_to_its_trash_are_named_with_their_place(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     place = tmp_path / ".penstock" / "trash" / "20260102-030405-abcd"
