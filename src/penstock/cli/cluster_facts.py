@@ -13,7 +13,7 @@ from typing import cast
 
 from penstock.cli.option_groups import STORAGE
 from penstock.cli.options import flag, option, optional_argument, repeated, verb
-from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, NEW_FILE, TEXT, TIME, URI, chosen
+from penstock.cli.parsers import FILE, GATE, LAUNCHER, NEW_FILE, NEW_FOLDER, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
@@ -161,7 +161,9 @@ def check(
     gates: tuple[Gate, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all)."),
     data: str | None = option("--data", URI, "Check the storage that ranks will read or write."),
     storage: tuple[tuple[str, str], ...] = STORAGE,
-    results: Path | None = option("--results", FOLDER, "Check the directory where results will be created."),
+    results: Path | None = option(
+        "--results", NEW_FOLDER, "Check the directory where results will be created."
+    ),
 ) -> int:
     """Compare the hosts of a collected cluster, or inspect the preflight gates of runs.
 

@@ -1,6 +1,6 @@
 """Exports events for Perfetto and chrome://tracing: one JSON document of complete events, written row by row.
 
-Invariant: bounded memory, whatever the trace's size.
+Invariants: bounded memory, whatever the trace's size; an earlier export is replaced by a complete one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.trace.reading.trace_files import EXPORT_HEAD
+from penstock.trace.trace_set import publishing
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -28,9 +29,10 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
     progress.begin("exporting events", total)
     with (
         translate_os_errors("Exporting", str(path)),
-        gzip.open(path, "wt", encoding="utf-8")
+        publishing(path) as (draft, _),
+        gzip.open(draft, "wt", encoding="utf-8")
         if path.suffix == ".gz"
-        else path.open("w", encoding="utf-8") as out,
+        else draft.open("w", encoding="utf-8") as out,
     ):
         out.write(EXPORT_HEAD)
         separator = ""

@@ -147,7 +147,7 @@ def convert(
     inputs = [file.path for file in files]
     refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
     sources = tuple(map(_describe_source, files))
-    with _explained(str(target)), _publishing(target) as (draft, scratch), duckdb.connect() as connection:
+    with _explained(str(target)), publishing(target) as (draft, scratch), duckdb.connect() as connection:
         gathered = GatheredEvents(scratch)
         accounts = read_events(files, gathered, progress=progress, where=where, threads=threads, dask=dask)
         if strict:
@@ -453,7 +453,7 @@ def _explained(place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
+def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a file that becomes `target` when the block ends, and a folder next to it to work in."""
     target.parent.mkdir(parents=True, exist_ok=True)
     # A conversion into the same table that was killed has left its folder.

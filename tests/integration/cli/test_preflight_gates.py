@@ -45,9 +45,10 @@ def test_failing_gate_is_reported_with_its_fix(tmp_path: Path, capsys: pytest.Ca
     [
         (("--gate", "spcae"), "Did you mean space?"),
         (("cluster.json", "--gate", "space"), "Leave FILE out"),
+        (("--gate", "space", "--results", __file__), "is not a directory"),
     ],
 )
-def test_wrong_gate_names_list_the_allowed_ones(
+def test_what_cannot_be_checked_is_refused_with_a_fix(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert main(["cluster", "check", *words]) == 2

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -219,6 +220,23 @@ def test_export_and_report_replace_only_what_they_have_made(
     for _ in range(2):
         assert main(["trace", verb, str(traces), "-o", str(made)]) == 0
     assert made.stat().st_size
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run.json"
+    assert main(["trace", "export", str(traces), "-o", str(out)]) == 0
+    kept = out.read_bytes()
+
+    def run_out_of_space(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {}
+        raise OutOfSpace("No space is left", uri=str(out))
+
+    monkeypatch.setattr("penstock.trace.perfetto_export._documents", run_out_of_space)
+    assert main(["trace", "export", str(traces), "-o", str(out)]) == 1
+    assert out.read_bytes() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "traces"]
 
 
 KILLED = """

@@ -292,7 +292,8 @@ class Flusher:
         self._lock = Lock()
         self._now = FlushProgress(pid=os.getpid())
         self._opened: dict[str, Storage] = {}
-        self._failing_since_s: dict[int, float] = {}
+        self._failing: dict[int, tuple[float, type]] = {}
+        """Since when the flush of a step has failed, and the class of the last error."""
         self._waiting_since_s: dict[int, float] = {}
         self._reported_s = self._renewed_s = 0.0
         self._began_s, self._moved_bytes = 0.0, 0
@@ -344,11 +345,13 @@ class Flusher:
                 if self._flush(step, note):
                     durable_steps.append(step)
                     over.append((step, note.save_id))
-                self._failing_since_s.pop(step, None)
+                self._failing.pop(step, None)
             except (PenstockError, OSError) as error:
-                if self._state(step).reason != str(error):
+                since_s, told = self._failing.get(step, (time.monotonic(), None))
+                # Its text is different at each try: it names temporary files.
+                if told is not type(error):
                     logger.warning("%s: %s", step_dirname(step), error)
-                since_s = self._failing_since_s.setdefault(step, time.monotonic())
+                self._failing[step] = since_s, type(error)
                 may_pass = isinstance(error, StorageError | OSError) and not isinstance(error, DataDamaged)
                 is_lasting = not may_pass or time.monotonic() - since_s > RETRY_S
                 self._set(step, phase="failing", reason=str(error), is_lasting=is_lasting)

@@ -116,13 +116,23 @@ def test_a_flushed_step_is_byte_for_byte_what_was_cached_and_stock_torch_loads_i
     assert folder.notes() == {}
 
 
-def test_whole_files_are_not_copied_again_after_a_full_disk(tmp_path: Path) -> None:
+def test_whole_files_are_not_copied_again_after_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_cached(tmp_path, 1)
     note(tmp_path, 1)
     first, second = sorted(path.name for path in (tmp_path / "cache/step-1").glob("*.distcp"))
-    full = durable_of(tmp_path, refused=lambda name: name == second)
+    tried: list[str] = []
+
+    def is_refused(name: str) -> bool:
+        tried.append(name)
+        return name == second
+
+    full = durable_of(tmp_path, refused=is_refused)
     assert "No space is left" in flush(tmp_path, durable=full)[1].reason
     assert set(full.created) == {first}
+    assert tried.count(second) > 1
+    assert caplog.text.count("No space is left") == 1
     again = durable_of(tmp_path)
     assert flush(tmp_path, durable=again)[1].phase == "durable"
     assert again.created == [second]
