@@ -31,7 +31,7 @@ if "numba" not in sys.modules:
 import llvmlite.binding  # type: ignore[import-untyped]  # has no types
 import numba
 
-# numba looks for it again whenever it compiles.
+# numba looks for its configuration file again whenever it compiles.
 numba.core.config._config_fname = ""  # noqa: SLF001
 
 logger = logging.getLogger(__name__)

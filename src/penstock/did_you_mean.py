@@ -8,7 +8,7 @@ CUTOFF = 0.6
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = CUTOFF) -> str:
-    """Return the entry of `known` most similar to `name`, "" if none is; of ties, the last by alphabet."""
+    """Return the entry of `known` most similar to `name`, "" if none is; of ties, the last alphabetically."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 

@@ -49,7 +49,7 @@ def keep_working_folder_off_path() -> None:
 def refuse_settings_here(file: str, library: str) -> None:
     """Raise `UsageError` if a library would obey a file in the current directory, which may be a stranger's.
 
-    Call this before the library is loaded, because then it names code to load and files to write.
+    Call this before the library is loaded: the file may name code that it runs, and files that it writes.
     """
     if Path(file).exists():
         raise UsageError(
@@ -65,7 +65,7 @@ def untraced(environment: Environment) -> Environment:
 
 
 def user_settings(environment: Environment) -> dict[str, str]:
-    """Return the variables that the user set for this request, not for this machine or launch."""
+    """Return the variables with the user's prefixes, without those that a launch sets for its ranks."""
     of_launch = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, TRACE_RANK}
     return {
         name: value
@@ -87,7 +87,7 @@ def withdraw_variable(name: str) -> None:
 def find_other_writer(path: Path, forbidden: int = 0o022) -> str:
     """Return why a user other than root may change this file or folder; "" if none may.
 
-    A mode with one of the `forbidden` bits is a reason. A link, which is not followed, has all of them.
+    Each of the `forbidden` mode bits is a reason. Links are not followed; their mode has all of these bits.
     """
     with suppress(FileNotFoundError):
         facts = path.lstat()

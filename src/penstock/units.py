@@ -12,7 +12,7 @@ from penstock.errors import UsageError
 
 SIZE_LIMITS: Final = ("1B", "7EiB")
 TIME_LIMITS: Final = ("1ns", "36500d")
-"""The smallest and the largest input, with which no sleep, quotient or sum overflows; 0 may be valid, too."""
+"""The shortest and the longest time, so that no sleep, quotient or sum overflows; 0 may be valid, too."""
 _BYTE_UNITS: Final = {
     "B": 1,
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)},

@@ -1,7 +1,7 @@
 """Generate any byte of the data from (seed, object, offset) alone, at the speed of memory.
 
-Data is verified from the seed, without stored checksums. A version of the algorithm generates the same
-bytes on every machine, always. Version 1, in unsigned little-endian 64-bit integers:
+Data is verified from the seed, without stored checksums. Each version of the algorithm always generates
+the same bytes, on every machine. Version 1, in unsigned little-endian 64-bit integers:
 
     a, b       = both halves of blake2b-128(seed as 8 bytes + kind + object, person "penstock content"), where
                  kind is "i" and object a number of 8 bytes, or kind is "n" and object a name in UTF-8;
@@ -103,7 +103,10 @@ class Content:
             _load_fill()(np.frombuffer(target, dtype=np.uint8), offset, self._recipe)
 
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
-        """Return the position in `buffer` of the first byte that is not the object's at `offset`, or None."""
+        """Compare `buffer` with the object's bytes from `offset` onward.
+
+        Returns the position in `buffer` of the first byte that differs, or None.
+        """
         stored = flat(buffer)
         _require_offset(stored, offset)
         head = min(-offset % _WORD_BYTES, stored.nbytes)

@@ -130,12 +130,12 @@ def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
     """Return the loop that writes an object's bytes, from the cache on disk or compiled in half a second.
 
     It takes bytes at any address, their offset in the object, and the recipe: two keys of the object, two of
-    the pool, the share of the pool, and the zeros.
+    the pool, the share of the pool, and the share of zeros.
     """
     return compile_loop(_fill, f"void(Array(uint8, 1, 'C', False, aligned=False), uint64, {_RECIPE})")
 
 
 @cache
 def load_find() -> Callable[[Words, int, Words], int]:
-    """Return the loop that finds the first word that is not the object's; it returns -1 if all are."""
+    """Return the loop that finds the position of the first wrong word, which is -1 if all are right."""
     return compile_loop(_find, f"int64(Array(uint64, 1, 'C', True, aligned=False), uint64, {_RECIPE})")

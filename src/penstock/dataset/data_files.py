@@ -1,4 +1,4 @@
-"""The files of a data set: their names as a formula, a visit to each by all ranks and threads, and removal.
+"""Computes the names of a data set's files, works on each file on all ranks and threads, and removes files.
 
 File names are computed or looked up in a listing, never held as a list in memory. Rank r of n takes the files
 r, r + n, ...; if the work fails on one file, the files in progress are finished, no others are started, and
@@ -32,7 +32,7 @@ _MOST_IN_A_ROW: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """All files of a data set, training files first. The number of a file is also that of its content."""
+    """All files of a data set, training files first. A file's number also identifies its content."""
 
     kind: FileFormat
     train: NumberedFiles | Listing
@@ -60,8 +60,8 @@ def for_each_group(
 ) -> Iterator[Outcome]:
     """Yield the results of `work` on groups of this rank's files, in order, `threads` groups at a time.
 
-    Without `in_a_row`, a thread takes several files at once if they are so small that waking it up for each
-    file would take longer than the work.
+    A group has `in_a_row` files. By default, it has several if they are so small that waking a thread for
+    each file would take longer than the work.
     """
     in_progress: deque[Future[tuple[list[Outcome], float]]] = deque()
     stopped = threading.Event()
@@ -93,7 +93,7 @@ def for_each_group(
 def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> int:
     """Delete the manifest and whichever files exist; return how many existed. Collective. Folders stay.
 
-    Storage that deletes without checking, such as object storage, counts all of them.
+    On storage that deletes without checking, such as object storage, all of them count as existing.
     """
 
     def delete(*keys: str) -> int:

@@ -62,7 +62,7 @@ class DatasetRecipe:
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """Return True if the folder was claimed for this data set; raise `UsageError` if for another one."""
+    """Return True if the folder was claimed for this data set; raise `UsageError` if it was for another."""
     manifest = read_manifest(storage)
     differing = [] if manifest is None else _differences(recipe.document(), manifest["recipe"])
     if differing:
@@ -75,7 +75,7 @@ def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
 
 
 def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
-    """Raise `UsageError` unless a data set of this recipe exists here, complete or not."""
+    """Raise `UsageError` unless a data set of this recipe exists in `storage`, complete or not."""
     if not is_claimed(storage, recipe):
         raise UsageError(
             "There is no generated data set here",

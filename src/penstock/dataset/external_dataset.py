@@ -1,7 +1,7 @@
 """The files of an external data set: rank 0 lists them once, in parallel, into one file for each node.
 
-Used if there is no manifest of Penstock. Collective: all ranks of all nodes see the same files, or all raise.
-The file with the listing is removed once every rank has mapped it.
+Used if Penstock has left no manifest there. Collective: all ranks of all nodes see the same files, or all
+raise an error. The file with the listing is removed once every rank has mapped it.
 """
 
 import shutil
@@ -49,7 +49,7 @@ class ExternalFiles:
 def list_external_files(
     dataset: Dataset, storage: Storage, *, evaluates: bool, comm: Comm, progress: Progress
 ) -> ExternalFiles:
-    """List the files of `dataset`; raise `UsageError` if there are fewer than it needs. Collective."""
+    """List the files of `dataset`; raise `UsageError` if there are too few. Collective."""
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     first_here = hosts.index(comm.host)

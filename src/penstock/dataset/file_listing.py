@@ -1,12 +1,12 @@
 """The listing of an external data set: sorted names in one file per node, which every rank maps.
 
-50 million names do not fit into the memory of every rank: one rank sorts them, and all ranks find a name by
-its number in the mapped file. The file exists only while ranks start, so it has no version; its size reveals
-an incomplete copy on another node.
+50 million names do not fit into the memory of every rank, so one rank sorts them, and all ranks find a name
+by its number in the mapped file. The file exists only while ranks start, so it has no version; its size
+reveals an incomplete copy on another node.
 
     names    in UTF-8, without separators, sorted by their bytes
     ends     for each file, where its name ends in `names`: 8 bytes, native
-    tail     the number of files and the bytes of all names: likewise
+    tail     the number of files, and the total length of the names in bytes: 8 bytes each, native
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares every file of a data set with what its recipe generates; nothing else is stored for comparison.
+"""Compares every file of a data set with what its recipe generates; no checksums are stored.
 
 A missing or truncated file counts as wrong and does not end the verification; a failure of storage does.
 """

@@ -43,7 +43,7 @@ def require_replaceable(path: Path) -> Path:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the page, replacing an earlier one. Any other file is kept, and an error is raised."""
+    """Write the page, replacing an earlier page; raise `UsageError` if another kind of file is there."""
     require_replaceable(path)
     text = render_report(report).encode(errors="backslashreplace")
     # Written completely or not at all, like every file in a run's folder.

@@ -32,7 +32,7 @@ class Look(StrEnum):
 class Kind(StrEnum):
     """The kinds of charts, and the values that their series must have.
 
-    Times on an x axis are in seconds. For `n` values, `x` may have `n + 1` edges instead of `x` and `ends`.
+    Times on an x axis are in seconds. Instead of `x` and `ends` for n values, `x` alone may have n + 1 edges.
     """
 
     BARS = "bars"

@@ -1,9 +1,9 @@
 """The files of a checkpoint run: `checkpoints.json` and `throughput.parquet`.
 
-`bench.checkpoint` writes the first, which has each round and the totals of all writes and reads. Another
-version of it is refused by its format number. The second has the bytes that each rank transferred over the
-time of each round: a row has a rank's bytes in one interval; an interval without bytes has no row. Its times
-are seconds since the rank began the round, so that hosts' clocks need not agree.
+`bench.checkpoint` writes the first, which has each round and the totals of all writes and reads; the reader
+refuses any other format number. The second has the bytes that each rank transferred over the time of each
+round: a row has a rank's bytes in one interval; an interval without bytes has no row. Its times are seconds
+since the rank began the round, so that hosts' clocks need not agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def write_throughput(folder: Path, rounds: Throughput) -> None:
 
 
 def read_throughput(folder: Path) -> Throughput:
-    """Read the throughput of the rounds, in order; return nothing if the run did not record it."""
+    """Read the throughput of the rounds, in order; return an empty mapping if the run recorded none."""
     path = folder / THROUGHPUT_FILE
     if not path.is_file():
         return {}

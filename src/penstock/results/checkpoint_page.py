@@ -210,7 +210,7 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
 
 
 def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
-    """Yield a trouble if all others wait for one rank in most rounds."""
+    """Yield a trouble if all other ranks wait for one rank in most rounds."""
     ends = [
         [max((begin_s + width_s for begin_s, width_s, _ in intervals), default=0.0) for intervals in ranks]
         for (way, _), ranks in run.throughput.items()

@@ -45,7 +45,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are recorded, its whole drives, and one moment on both of its clocks.
+    """A host whose counters are recorded, its drives (not partitions), and one moment on both of its clocks.
 
     `boot_id` identifies the machine ("" if unknown): hosts on one machine have the same drives.
     """
@@ -67,9 +67,9 @@ class CounterSpool(Spool):
         self._before: Mapping[str, int] = {}
 
     def append(self, sample: CounterSample) -> None:
-        """Append the counters that have changed since the last sample; if there are none, all of them.
+        """Append the counters that have changed since the last sample; if none has changed, append all.
 
-        A sample without counters would not appear in the table, and its time is a border as well.
+        Otherwise, the table would lack the sample, and later growth would seem to begin before it.
         """
         before = self._before
         changed = {name: value for name, value in sample.values.items() if before.get(name) != value}
@@ -219,8 +219,8 @@ def summarize_activity(
 ) -> list[dict[str, Any]]:
     """Sum up all hosts' counters in each phase: each checkpoint if there are any, otherwise each epoch.
 
-    Steps count within their epoch, so the name of a checkpoint includes its epoch if there are several.
-    `cpu_busy_share` is the mean over hosts, None if no time was counted.
+    Steps are numbered within their epoch, so if there are several epochs, a checkpoint's name includes its
+    epoch. `cpu_busy_share` is the mean over hosts, None if no time was counted.
     """
     ranks = {rank.clock.rank: rank for rank in events}
     by_phase: dict[tuple[int, ...], list[tuple[float, HostRates]]] = defaultdict(list)
@@ -231,7 +231,7 @@ def summarize_activity(
         # Hosts on one machine share its drives, which count only for the first host.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
-        # Training reads next to its checkpoints, so its blocks take their share.
+        # Training reads before and after its checkpoints, so its blocks take their share.
         spans = list(ranks[host.rank].spans_of(SpanKind.SAVE, SpanKind.LOAD, SpanKind.BLOCK))
         if all(span.kind == SpanKind.BLOCK for span in spans):
             spans = list(ranks[host.rank].spans_of(SpanKind.EPOCH))
@@ -277,8 +277,8 @@ def summarize_activity(
 # that all bytes came from the device. Storage that no counter covers is "not checked", with the reason.
 
 LEAST_SHARE: Final = 0.9
-"""If devices and networks moved a lower share of the bytes, the rest came from elsewhere: devices transfer
-whole blocks, and networks add headers, so the share is otherwise near or above 1.
+"""If devices and networks moved a lower share of the bytes, some bytes came from elsewhere. Otherwise, the
+share is near or above 1, because devices transfer whole blocks, and networks add headers.
 """
 LEAST_BYTES: Final = 1 << 20
 """Fewer bytes cannot be distinguished from a host's other reads and traffic."""

@@ -40,7 +40,7 @@ PREFIXES = {SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioOutputs:
-    """A finished run. `hosts` has one entry per node, rank 0's first. Dates are in UTC."""
+    """A finished run. `hosts` has one entry per node, that of rank 0 first. Dates are in UTC."""
 
     workload: Workload
     ranks: Sequence[RankEvents]
@@ -408,7 +408,7 @@ _KINDS: Final = (
 def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
     """Write `iostat.json` for a run whose counters have been gathered.
 
-    Without `devices`, it has all whole devices.
+    Without `devices`, the file has all devices except partitions.
     """
     if not (folder / COUNTERS_FILE).exists():
         logger.warning("No %s is written: the counters of no host could be read", IOSTAT_FILE)

@@ -403,7 +403,7 @@ def parse_age(text: str, now: datetime) -> datetime:
 def plan_removal(
     selected: Sequence[CatalogedRun], keep_last: int = 0
 ) -> tuple[list[CatalogedRun], list[tuple[CatalogedRun, str]]]:
-    """Choose the runs to remove among `selected` (newest first); return them, and why the others stay."""
+    """Choose the runs to remove among `selected` (newest first); return them, and why other runs stay."""
     older = selected[keep_last:]
     spared = [(run, f"one of the last {keep_last}") for run in selected[:keep_last]]
     spared += [(run, "still running") for run in older if run.outcome == "running"]

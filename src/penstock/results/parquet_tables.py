@@ -29,7 +29,7 @@ WORDS: Final = pa.dictionary(pa.int32(), pa.string())
 """The type of a column with few distinct words."""
 _METADATA: Final = b"penstock"
 _MOST_UNPACKED: Final = 100
-"""How many times its file's size a table of over 64 MiB may take in memory; ours take under 20 times."""
+"""The largest ratio of size in memory to size on disk for tables of over 64 MiB; ours stay below 20."""
 
 
 @contextmanager

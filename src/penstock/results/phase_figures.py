@@ -236,7 +236,7 @@ def compute_phase_figures(
 def counted_ceiling(ceiling: Mapping[str, Any] | None, au_percent: float) -> Mapping[str, Any] | None:
     """Return the figures of a run on zero-cost storage; None if they do not count.
 
-    A run that exceeded them, with this AU, disproves them: the client was busy when they were measured.
+    A run whose AU, `au_percent`, is higher disproves them: the client was busy when they were measured.
     """
     return None if ceiling and ceiling["au_compat"] < au_percent else ceiling
 
@@ -473,8 +473,8 @@ def judge(
 ) -> str:
     """Return the verdict of a training run: passed, doubtful, failed or no figure.
 
-    `epochs` are the entries of the run's stages. A run whose reads partly came from memory is doubtful, or
-    failed if it was too slow.
+    `epochs` are those in the run's `stages.json`. A run whose reads partly came from memory is doubtful,
+    or failed if it was too slow.
     """
     if figures is None or figures.au_strict_percent is None:
         return "no figure"

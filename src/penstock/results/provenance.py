@@ -1,6 +1,6 @@
 """Where a run's figures come from: hosts, command line, settings, versions, git state, process.
 
-These facts are read once, before a run starts. Invariant: secrets are replaced by `***` before anything is
+These facts are read once, before a run starts. Invariant: secrets are replaced with `***` before anything is
 recorded.
 """
 
@@ -113,7 +113,7 @@ class ProcessMark:
 
 
 def redact(words: Sequence[str]) -> tuple[str, ...]:
-    """Replace the secrets in a command line by `***`: values with suspicious names, and users in URIs."""
+    """Replace the secrets in a command line with `***`: values with suspicious names, and users in URIs."""
     shown: list[str] = []
     for word in words:
         before = shown[-1] if shown else ""
@@ -136,7 +136,7 @@ def redact_variables(variables: Environment) -> dict[str, str]:
 
 
 def replace_surrogates(word: str) -> str:
-    """Replace bytes that are not UTF-8 in a string from the system by U+FFFD: JSON cannot hold them."""
+    """Replace bytes that are not UTF-8 in a string from the system with U+FFFD: JSON cannot hold them."""
     return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 

@@ -33,7 +33,7 @@ SUMMARY_FILE: Final = "summary.json"
 CHECKPOINTS_FILE: Final = "checkpoints.json"
 PAGE_FILE: Final = "report.html"
 STAGES_FILE: Final = "stages.json"
-"""The file about the work of a training run that does not count toward its score."""
+"""The file about the parts of a training run that its score does not include."""
 MEASURED_FILES: Final = {"probe": "probe.json", "kvcache": "kvcache.json"}
 """The figures of runs that neither train nor write checkpoints, by kind."""
 _LEFT_BY_RUNS: Final = (

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 Pages = Mapping[str, Callable[[Path], Report]]
-"""The function that builds the page for the run in a folder, for each kind of run of packages above this."""
+"""For kinds of runs that this package does not know: the function that builds the page for a run's folder."""
 
 
 def draw_run(folder: Path, others: Pages) -> Report:

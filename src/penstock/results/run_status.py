@@ -134,14 +134,14 @@ class StatusFile(Follower):
             _replace_file(self._path, json.dumps(asdict(status)) + "\n")
 
     def close(self) -> None:
-        """Leave the last state. From now on, the folder may be moved or deleted."""
+        """Write nothing more. The file keeps the last state; the folder may be moved or deleted."""
         self._is_closed = True
 
 
 FILE_INTERVAL_S: Final = 5.0
 """Collectors read the file every 15 s or less often."""
 KEPT_S: Final = 3600.0
-"""If a run has written nothing to its file for this long, the next run in the same folder removes it."""
+"""If a run has written nothing to its file for this long, the next command with this folder removes it."""
 _STATES: Final = (
     "working", "computing", "waiting for samples", "waiting for storage", "waiting for ranks",
 )  # fmt: skip
@@ -208,9 +208,10 @@ def format_metrics(status: RunStatus) -> str:
 
 
 class TextCollectorFile(Follower):
-    """Keeps `DIR/penstock-RUN.prom` up to date. The end of a run stays there until `KEPT_S` have passed.
+    """Keeps `DIR/penstock-RUN.prom` up to date, and removes files of other runs that are older than `KEPT_S`.
 
-    A command's own file, for the time without a run, is removed once a run begins or the command ends.
+    After a run, its file shows how it ended. A command's own file, for the time before its run, is removed
+    once a run begins or the command ends.
     """
 
     interval_s = FILE_INTERVAL_S

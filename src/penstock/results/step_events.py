@@ -23,14 +23,14 @@ FORMAT_VERSION: Final = 1
 
 
 class StepPhase(IntEnum):
-    """The purpose of a step."""
+    """Whether a step trains or evaluates."""
 
     TRAIN = 0
     EVAL = 1
 
 
 class SpanKind(IntEnum):
-    """The extent of a span."""
+    """What a span covers."""
 
     EPOCH = 0
     BLOCK = 1

@@ -114,7 +114,7 @@ class Slow(Gated):
 
 
 class FailAfter(Gated):
-    """Works until `limit_bytes` were read or written; then every call that transfers bytes fails (EIO)."""
+    """Works until `limit_bytes` have been transferred; then every call that transfers bytes fails (EIO)."""
 
     def __init__(self, inside: protocol.Storage, limit_bytes: int) -> None:
         super().__init__(inside, self._count, fail_after_bytes=limit_bytes)

@@ -70,7 +70,7 @@ def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
 
 
 def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tuple[int, list[SweepRun]]:
-    """Return the largest number of accelerators up to `most` that is fed (0 if none is), and all tries."""
+    """Return the most accelerators, up to `most`, whose run passes (0 if none does), and all tries."""
     if most < 1:
         raise UsageError(
             f"A sweep needs at least one accelerator, not {most}", where="--most", fix="Give at least 1."
@@ -103,7 +103,7 @@ def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
 
 
 def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
-    """Run `penstock training run` with `words` for each try, on as many ranks as accelerators."""
+    """Return a function that runs `penstock training run` with `words`, on as many ranks as accelerators."""
 
     def run(accelerators: int) -> SweepRun:
         command = [sys.executable, "-P", "-m", "penstock", "training", "run", *words]

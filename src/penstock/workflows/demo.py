@@ -105,7 +105,7 @@ class Tour:
 def tour(
     out: Path, *, environment: Environment, progress: Progress, probe_size_bytes: int = PROBE_SIZE_BYTES
 ) -> Tour:
-    """Run every benchmark below `out` for about a minute; write `out/report.html` and `report.json`."""
+    """Run all benchmarks below `out`, in about a minute; write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
     report = require_replaceable(out / "report.html")
     diagnoses = tuple(examine(out, environment))
@@ -211,7 +211,7 @@ _CHECKPOINTS_LIMIT: Final = "the checkpoints, faster than the probe"
 
 
 def say_headline(tour: Tour) -> str:
-    """State three figures: accelerators, a checkpoint, and the limits."""
+    """State how many accelerators of some workloads the storage feeds, and its best sequential rates."""
     fed = [probe_page.say_feeds(tour.probe, name) for name in _WORKLOADS]
     read, write = (format_rate(probe_page.best(tour.probe, op).gib_per_s * GIB) for op in ("read", "write"))
     return f"{name_some(fed)}; sequentially reads {read} and writes {write}"

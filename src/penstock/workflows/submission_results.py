@@ -59,7 +59,7 @@ def from_rank_0(comm: Comm, make: Callable[[], Made], *, awaiting: str) -> Made:
 
 
 def capture_image(tree: owned_tree.OwnedTree, *, comm: Comm, clock: Clock) -> Program:
-    """Put the image of the running package into the tree's pool; return it on all ranks. Collective."""
+    """Put a code image of the running package into the tree's pool; return it on all ranks. Collective."""
 
     def pooled() -> Program:
         folder = Path(package_file).parent
@@ -99,7 +99,7 @@ class ResultWriter:
             yield address
 
     def probe_separation(self, uri: str, comm: Comm) -> dict[str, Any] | None:
-        """Find out before a run whether data and results share a file system; None unless on rank 0."""
+        """Find out before a run whether data and results share a file system; None except on rank 0."""
         if comm.rank != 0:
             return None
         root = self.series.tree.root
@@ -159,7 +159,7 @@ class ResultWriter:
         return replace(result, results_dir=str(folder))
 
     def write_manifest(self) -> None:
-        """List the result directories of the submitter. Rank 0 only."""
+        """Write the manifest of the submitter's result directories. Rank 0 only."""
         by = f"penstock {self.program.version}"
         write_result_dir.write_manifest(self.series, by=by, now=self.clock())
 
@@ -181,7 +181,7 @@ def add_checkpoints(
     note: Callable[[str], None],
     format_logs: Callable[[CheckpointResult], tuple[str, str]],
 ) -> CheckpointResult:
-    """Run once, and publish the run as a result directory. Collective.
+    """Write and read checkpoints, and publish the run as a result directory. Collective.
 
     Raises `DataDamaged` if wrong bytes were read back. A run that fails leaves nothing in the tree.
     """
@@ -221,7 +221,7 @@ def add_run(
     format_logs: Callable[[TrainingResult], tuple[str, str]],
     require: Callable[[TrainingResult, Path], None] | None = None,
 ) -> TrainingResult:
-    """Train once, and publish the run as a result directory unless `require` raises."""
+    """Train once, and publish the run as a result directory unless `require` raises an error."""
     with writer.attempt(SubmissionPhase.RUN, comm) as address:
         separation = writer.probe_separation(storage.uri, comm)
         drafted = replace(
@@ -283,7 +283,7 @@ class TrainingSequence:
         return sequence
 
     def make_part(self, phase: SubmissionPhase) -> RunSequence:
-        """Add one result directory of this phase if the result lacks it; before a run, record the size."""
+        """Add a result directory of this phase if one is missing; before a run, also a missing `datasize`."""
         num_processes = None
         if phase is SubmissionPhase.DATAGEN:  # any number of ranks may generate, whatever the runs use
             read = run_sequence.read_series_state

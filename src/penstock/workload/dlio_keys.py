@@ -172,7 +172,7 @@ _ONLY_WITH: Final[Mapping[KeyPath, tuple[KeyPath, str, str]]] = {
 
 
 def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[KeyPath, Any], list[str]]:
-    """Read one layer under canonical key names, and return remarks. A wrapping `workload:` is removed."""
+    """Return one layer under canonical key names, and remarks. A wrapping `workload:` is removed."""
     inner = tree["workload"] if set(tree) == {"workload"} else tree
     values: dict[KeyPath, Any] = {}
     remarks = []
@@ -207,7 +207,7 @@ def canonical_values(tree: object) -> dict[KeyPath, Any]:
 
 
 def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyPath, str]]]:
-    """Remove settings that have no effect here; return remarks, and why others are refused, by path.
+    """Remove settings that have no effect here or are refused; return remarks, and each refusal by path.
 
     Remarks also say where DLIO treats a remaining value differently.
     """
@@ -251,6 +251,6 @@ def _departs(path: KeyPath, value: object, settings: Mapping[KeyPath, Setting]) 
 
 
 def explanation(path: KeyPath) -> str:
-    """Return the reason why the key at `path`, or its section, has no effect here; "" if it does have one."""
+    """Return the reason why the key at `path`, or its section, has no effect here; "" if it has an effect."""
     sections = (path[:length] for length in range(len(path), 0, -1))
     return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")

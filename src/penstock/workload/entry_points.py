@@ -28,7 +28,7 @@ def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:
 
 
 def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ...] = ()) -> Any:
-    """Load an entry point; for an unknown name, raise `UsageError` that lists the known ones and `own`.
+    """Load an entry point; for an unknown name, raise a `UsageError` that lists the known names and `own`.
 
     Raises `Unavailable`, with the reason, if its package cannot be imported.
     """

@@ -1,4 +1,4 @@
-"""The values between which a workload may choose, spelled as in DLIO."""
+"""The values from which a workload may choose, spelled as in DLIO."""
 
 from enum import StrEnum
 from typing import Self
@@ -112,7 +112,7 @@ class ReadType(Choice):
 
 
 class FileSharing(Choice):
-    """The files of a rank: its own, or parts of the same files as all other ranks."""
+    """Which files a rank uses: its own, or parts of files that all ranks share."""
 
     MULTI = "multi"
     SHARED = "shared"

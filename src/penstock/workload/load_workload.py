@@ -1,7 +1,8 @@
 """Loads a `Workload` from a name, a YAML file and overrides; remarks on keys that DLIO treats differently.
 
-The only way in: catalog or file, then overrides, become layers of settings, which are normalized
-(`dlio_keys`), parsed (`spec.read_workload`) and checked. All problems are reported in one error.
+A catalog entry or a file, and then overrides, become layers of settings, which are normalized (`dlio_keys`),
+parsed (`spec.read_workload`) and checked. There is no other way to load a workload. All problems are
+reported in one error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +55,9 @@ def load(
     """Return the workload `name`: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
     A file `NAME.yaml` in `config_dir`, or in its folder `workload`, takes precedence over a shipped one.
-    Names that only DLIO uses are recognized as well; `prefers_dlio` decides about those that mean a different
-    workload here. A data set needs no accelerator: `is_data_set` loads the values that all accelerators
-    share.
+    Names that only DLIO uses are recognized as well; with `prefers_dlio`, so are those that otherwise mean a
+    different workload here. A data set needs no accelerator: `is_data_set` loads the values that all
+    accelerators share.
     """
     if (path := _find_file(name, config_dir)) is not None:
         tree, source = parse_yaml(read_text(path), source=str(path)), str(path)
@@ -204,7 +205,7 @@ _DEVIATION: Final = ("dataset", "record_length_bytes_stdev")
 
 
 def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterator[str]:
-    """Scale a shipped deviation along with a mean that --set changed, so that it does not dominate sizes."""
+    """Scale a shipped standard deviation along with a mean that --set changed, to keep their proportion."""
     length, deviation = stack.settings.get(_LENGTH), stack.settings.get(_DEVIATION)
     if not (shipped and length and deviation and deviation.is_ours and deviation.value):
         return

@@ -55,7 +55,7 @@ class LayeredSettings:
             self.settings[path] = Setting(value, source, is_ours)
 
     def _open(self, above: KeyPath, path: KeyPath, value: Any, source: str) -> None:
-        """Make room for `path` below a value at `above`; raise `UsageError` unless that is null or a time.
+        """Make room for `path` below a value at `above`; raise `UsageError` unless it is null or a time.
 
         For a normal distribution, the bare time becomes the mean. For any other, it has no meaning and is
         removed.

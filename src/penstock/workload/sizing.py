@@ -190,7 +190,7 @@ MODEL: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorForecast:
-    """The largest number of accelerators that meets the threshold; the utilization of that and of one more.
+    """The largest number of accelerators that meets the threshold; the utilization with it and with one more.
 
     `num_accelerators` of 0 means that not even one is kept busy enough; `au` is then that of one accelerator.
     """

@@ -199,7 +199,7 @@ class Evaluation:
 class CheckpointSection:
     """Settings for writing checkpoints: when and how.
 
-    `steps_between_checkpoints`, if given, replaces epochs.
+    `steps_between_checkpoints`, if given, replaces the two settings that count epochs.
     """
 
     checkpoint_folder: str = "./checkpoints/"
@@ -363,7 +363,7 @@ def _adapter() -> TypeAdapter[Workload]:
 def read_workload(
     tree: Mapping[str, Any], *, name: str, accelerator: str
 ) -> tuple[Workload | None, list[tuple[KeyPath, str]]]:
-    """Return the workload that `tree` describes, or each wrong value by its path; "" marks an unknown key."""
+    """Return the workload that `tree` describes, or what is wrong with each path ("" for an unknown key)."""
     try:
         workload = _adapter().validate_python({**tree, "name": name, "accelerator": accelerator})
     except ValidationError as refused:

@@ -59,7 +59,7 @@ def construct_value(loader: Any, node: yaml.Node) -> Any:
 
 
 def limit_values(*loaders: Any) -> None:
-    """Make these YAML loaders construct numbers, times and Booleans by `construct_value`."""
+    """Make these YAML loaders construct numbers, times and Booleans with `construct_value`."""
     for loader, kind in itertools.product(loaders, ("bool", "float", "int", "timestamp")):
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", construct_value)
 

@@ -2,7 +2,7 @@
 
 `DataFormat` in `penstock.workload.enums` declares them. A format, and with it the library that it needs, is
 imported when a data set requests it. If a data set requests something that its format does not support,
-`UsageError` is raised here, before the first byte.
+`UsageError` is raised here, before any byte is written.
 """
 
 from pkgutil import resolve_name

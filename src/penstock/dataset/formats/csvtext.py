@@ -1,8 +1,8 @@
-"""Numbers as text, one row per sample, without a header, like DLIO's; every number has the same width.
+"""CSV files like DLIO's: one row of numbers per sample, without a header; all numbers have the same width.
 
 Invariant: because of leading zeros, the position of each row is known, and sizes are exact in advance.
-Numbers are content, too: an element's bytes as an unsigned integer, without the sign bit for signed types;
-for floats, the digits after "0.", as many as the type holds.
+Numbers are made from content, too: an element's bytes are read as an unsigned integer, without the sign bit
+for signed types. For floats, this integer gives the digits after "0.", as many as the type holds.
 """
 
 import math
@@ -76,7 +76,7 @@ class CsvFormat(fp.ReadWhole):
 
 
 def _measure(kind: np.dtype[np.generic]) -> tuple[int, int, int]:
-    """Return how many values, characters before the digits, and characters with separator an element has."""
+    """Return the number of values of a type, and the lengths of a number's prefix and of its whole text."""
     is_float = kind.kind == "f"
     limit = int(10 ** np.finfo(kind.str).precision) if is_float else int(np.iinfo(kind.str).max) + 1
     prefix = len(b"0.") if is_float else 0

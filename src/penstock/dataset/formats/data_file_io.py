@@ -33,7 +33,7 @@ def buffer_pool() -> BufferPool:
 def write_file(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content, pool: BufferPool
 ) -> tuple[ObjectInfo, ...]:
-    """Write all parts of one file, the file itself last; return what is stored, ordered as `plan.parts`."""
+    """Write all parts of one file, the file itself last; return the stored parts in the order of the plan."""
     stored: list[ObjectInfo] = []
     # A reader that finds the file also finds its indexes, whenever this is interrupted.
     for part in reversed(range(len(plan.parts))):
@@ -55,7 +55,7 @@ def write_together(
     storage: SupportsWritesAtOnce,
     pool: BufferPool,
 ) -> list[tuple[fp.FilePlan, int]]:
-    """Write small files, which become durable together; return the size of each.
+    """Write small files, which become durable together; return the plan and the size of each.
 
     Memory holds one file at a time.
     """
@@ -143,7 +143,7 @@ def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: in
 
 
 def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content) -> str:
-    """Say to which sample a file's wrong bytes belong."""
+    """Say which sample a file's wrong bytes belong to."""
     find = _first_wrong_block if kind.is_taken_apart_by_library else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)

@@ -1,4 +1,4 @@
-"""File objects for h5py, pyarrow and zipfile: over ranges of a stored file, or in memory."""
+"""File objects for h5py, pyarrow and zipfile: one reads ranges of a stored file, one is in memory."""
 
 from __future__ import annotations
 

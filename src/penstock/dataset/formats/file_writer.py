@@ -52,7 +52,7 @@ class FormatSink(ABC):
             view = view[window.nbytes :]
 
     def fill(self, size_bytes: int) -> None:
-        """Take `size_bytes` of content, from the file's own offset on."""
+        """Take `size_bytes` of content, from the current `offset` onward."""
         end = self.offset + size_bytes
         while self.offset < end:
             window = self._window(min(end - self.offset, _STEP_BYTES))

@@ -4,8 +4,8 @@ Connects a data set's specification with everything that writes, reads or verifi
 pure function of (data set, seed, index), so each file is determined independently; only `survey` opens a
 stored file. A sample that is contained in one range is not copied: arrays are views.
 
-The size of a file's samples is drawn from (seed, file index) alone, exact to the byte. To make the draw
-reproducible by others: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
+The size of a file's samples is drawn from (seed, file index) alone, exact to the byte. Other programs can
+reproduce the draw: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
 "penstock sample size SEED INDEX"; the size is mean + stdev x the normal quantile of u, rounded to whole
 elements, and never below one element or the format's minimum.
 """
@@ -93,7 +93,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSurvey:
-    """Facts that only a stored file has: its size, `known` bytes, the ranges of blocks, a library's view."""
+    """What only the stored file can tell: its size, `known` bytes, the ranges of blocks, a library's view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
@@ -165,7 +165,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
-        """Return the samples per block and the parts of a file: what `plan` leaves to the format."""
+        """Return the samples per block and the parts of a file, which depend on the format."""
 
     @abstractmethod
     def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
@@ -180,7 +180,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
-        """Return the ranges to read for these samples, in order; those of `survey` were read before."""
+        """Return the ranges to read for these samples, in order, in addition to what `survey` has read."""
 
     @abstractmethod
     def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
@@ -198,7 +198,7 @@ class FileFormat(ABC):
         return as_array(plan, text, len(samples))
 
     def with_all_columns(self) -> FileFormat:
-        """Return the same files, but everything in each sample is read."""
+        """Return the format of the same files, but with everything in each sample read."""
         return self
 
 

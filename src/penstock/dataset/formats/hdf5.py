@@ -158,7 +158,7 @@ class Hdf5Format(fp.FileFormat):
     def _full_rank(
         self, asked: tuple[int, ...], shape: tuple[int, ...], *, first: int
     ) -> tuple[int, ...] | None:
-        """Extend the dimensions of a sample, or of a file's samples, to those of the file's datasets."""
+        """Return requested dimensions as those of a dataset, with `first` in front if they are a sample's."""
         if not asked:
             return None
         if len(asked) == len(shape) - 1:

@@ -91,7 +91,7 @@ class ImageFormat(fp.ReadWhole):
 
 
 def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
-    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - only who decodes needs Pillow
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - only decoding needs Pillow
 
     try:
         with Image.open(io.BytesIO(text)) as image:
@@ -168,7 +168,7 @@ class JpegFormat(ImageFormat):
 def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
     """Return the units across and down of the 4:3 image with the fewest bytes of comments, and that number.
 
-    The number of units across is even. The rest is either nothing or large enough for the head of a comment.
+    The number of units across is even. The number of bytes is 0, or enough for the head of a comment.
     """
     room = size_bytes - _JPEG_BYTES
     middle = max(1, min(_MOST_UNITS, math.isqrt(room // _UNIT_BYTES * 3 // 4)))
@@ -226,13 +226,13 @@ def _cancel(coded: Any) -> None:  # pragma: no cover - compiled
 
 @lru_cache(maxsize=1)
 def _load_cancel() -> Callable[[NDArray[np.uint8]], None]:
-    from penstock.compiling import compile_loop  # noqa: PLC0415 - it takes a third of a second, to encode only
+    from penstock.compiling import compile_loop  # noqa: PLC0415 - a third of a second, for encoding only
 
     return compile_loop(_cancel, "void(Array(uint8, 1, 'C', False, aligned=True))")
 
 
 def _stamp_comments(room: memoryview) -> None:
-    """Divide the rest into comments, each at least as long as a head."""
+    """Divide `room` into comments by writing their heads; each comment is at least as long as a head."""
     start = 0
     while start < room.nbytes:
         left = room.nbytes - start - _COMMENT_HEAD_BYTES
@@ -276,7 +276,7 @@ class PngFormat(ImageFormat):
         _stamp_rows(image[end + 8 : end + 8 + rows_bytes + _ZLIB_BYTES], width, height)
         end = _close_chunk(image, end, b"IDAT", rows_bytes + _ZLIB_BYTES)
         if padding:
-            # According to the case of its letters: ancillary, private, and safe to copy.
+            # The case of the letters says that the chunk is ancillary, private, and safe to copy.
             end = _close_chunk(image, end, b"paDd", padding - _CHUNK_BYTES)
         _close_chunk(image, end, b"IEND", b"")
         return image
@@ -284,9 +284,9 @@ class PngFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_png(size_bytes: int) -> tuple[int, int, int]:
-    """Return the width and height of the nearly square image with the fewest bytes left, and that number.
+    """Return the width and height of the nearly square image that leaves the fewest bytes, and their number.
 
-    The rest is either nothing or large enough for a chunk.
+    That number is 0, or enough for a chunk.
     """
     room = size_bytes - _PNG_BYTES
     middle = min(math.isqrt(room // 3), _WIDEST)

@@ -43,7 +43,7 @@ class IndexedFormat(fp.FileFormat):
             out.raw(entries.data.cast("B"))
 
     def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """Yield both whole indexes, as readers load them, and the records; adjacent ones are merged."""
+        """Yield both whole indexes, as readers load them, then one range with all of the records."""
         if not samples:
             return
         for part in (_OFFSETS, _SIZES):

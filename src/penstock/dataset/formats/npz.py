@@ -1,4 +1,4 @@
-"""NumPy files as DLIO writes them: one array (a header and content), or archives of two arrays.
+"""NumPy files as DLIO writes them: single arrays (a header and content), or archives of two arrays.
 
 All samples of a file are one array (rows, columns, samples), called `x` in archives, which also have the
 labels `y`, int64. Uncompressed, the bytes of both arrays are content at their offset in the file, and the
@@ -233,7 +233,7 @@ class NpzFormat(StackedFormat):
 
 
 class CompressedNpzFormat(StackedFormat):
-    """The same arrays, compressed: their sizes are known only once they are written.
+    """Compressed archives of `x` and `y`, whose sizes are known only once they are written.
 
     The content of `x` begins at offset 0 and that of `y` follows it, as if nothing else were in the file.
     """
@@ -253,7 +253,7 @@ class CompressedNpzFormat(StackedFormat):
             yield from survey.blocks[0]
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """Compress in steps; memory holds one of them."""
+        """Compress in steps, so that only a part of the file is in memory."""
         packed, offset = GrowingBuffer(), 0
         with zipfile.ZipFile(packed, "w") as archive:
             for member in _members(plan):

@@ -1,4 +1,4 @@
-"""Parquet files with the requested columns, or with one column `data` of byte strings, by row group.
+"""Parquet files with the requested columns, or with one column `data` of byte strings; read by row group.
 
 Row groups follow each other in the content; within a row group, each column's elements are contiguous. A
 sample is the bytes of a row's columns that are marked `read`. Memory holds one batch of row groups while a
@@ -45,7 +45,7 @@ class ColumnType:
 
     @property
     def field(self) -> pa.Field:
-        """The column in a schema. Nothing is ever null, which saves about a byte per element."""
+        """The column's field in an Arrow schema. No value is null, which saves about a byte per element."""
         return pa.field(self.name, self.kind, nullable=False)
 
     @property
@@ -55,7 +55,7 @@ class ColumnType:
 
     @property
     def encoding(self) -> str:
-        """The encoding.
+        """The Parquet encoding of the column.
 
         Parquet has no integers of less than 4 bytes, so small ones are packed to about their size.
         """
@@ -248,7 +248,7 @@ class ParquetFormat(fp.FileFormat):
         return np.concatenate(wanted, axis=1)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """Return the rows' bytes as their columns' types hold them."""
+        """Return the rows' content, made valid for the types of their columns."""
         columns = self._columns_of(plan)
         blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
         for group in _groups(plan, samples):
@@ -263,7 +263,7 @@ class ParquetFormat(fp.FileFormat):
         return np.concatenate(blocks)
 
     def with_all_columns(self) -> ParquetFormat:
-        """Return the same files with every column read."""
+        """Return the format of the same files, but with every column read."""
         parquet = self._dataset.parquet
         columns = tuple(replace(column, read=True) for column in parquet.columns)
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)

@@ -1,7 +1,8 @@
-"""TensorFlow's records: length, masked CRC-32C, a `tf.Example` of `size` and `image` like DLIO's, its CRC.
+"""TFRecord files whose records, like DLIO's, are each a `tf.Example` with the features `size` and `image`.
 
-One of the formats behind `FileFormat`. Invariant: images are content at their offset in the file, and all
-records of a file have the same length, so any record can be found by its number.
+A record is a length and its masked CRC-32C, then the example and its masked CRC-32C. Invariant: images are
+content at their offset in the file, and all records of a file have the same length, so any record can be
+found by its number.
 """
 
 import struct
