@@ -131,7 +131,7 @@ SUBMISSION = Group(
 
 
 def completion_script(command: click.Command) -> str:
-    """Return the script that makes the user's shell complete the words of `penstock`."""
+    """Return the script that lets the user's shell complete `penstock` command lines."""
     name = Path(process_environment().get("SHELL", "")).name
     completion = get_completion_class(name)
     if completion is None:
@@ -193,7 +193,7 @@ app = Group(
 
 
 class _SafeFormatter(logging.Formatter):
-    """Escapes what warnings quote, which includes names of files."""
+    """Escapes control characters in warnings, which may quote file names."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

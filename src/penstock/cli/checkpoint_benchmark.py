@@ -94,7 +94,7 @@ class CheckpointRunOptions:
     accelerator: str = option(
         "--accelerator",
         TEXT,
-        "Accelerator whose memory the checkpoints represent: b200 or mi355; required with --submission.",
+        "Accelerator that each rank stands for: b200 or mi355; required with --submission.",
         default="",
     )
 

@@ -29,11 +29,11 @@ def list_checkpoints(
     *,
     path: str = argument("PATH", URI, "Directory or URI of a run, or one checkpoint."),
 ) -> None:
-    """List the checkpoints in PATH with step, state, size and age.
+    """List the checkpoints in PATH, with the step, state, size and age of each.
 
     The state is committed, damaged, no sums (written by another program, without checksums) or no access
-    (this user may not read it). It is derived from metadata, manifest and file sizes; to check every byte,
-    use `penstock checkpoint verify`.
+    (this user may not read it). It is derived from the metadata, the manifest and the file sizes; to check
+    every byte, use `penstock checkpoint verify`.
 
     Examples:
 
@@ -78,7 +78,7 @@ def show(
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
 
     Reads torch's distributed checkpoints (written by Penstock or torch), torch.save files and safetensors. No
-    tensor is loaded and no code of the checkpoint is run: pickled objects are shown by class name only.
+    tensor is loaded and no code from the checkpoint is run: pickled objects are shown by class name only.
 
     Examples:
 
@@ -184,8 +184,8 @@ def verify(
     """Read a whole checkpoint and verify every checksum in it.
 
     Checkpoints written by Penstock have checksums of every byte. Those written by torch are checked against
-    the CRC-32 in their archives, which torch itself ignores. Exits with 1 and a list of the damage, or with 3
-    if there are no checksums.
+    the CRC-32 in their archives, which torch itself ignores. If there is damage, lists it and exits with 1.
+    If there are no checksums, exits with 3.
 
     Examples:
 
@@ -291,11 +291,11 @@ def remove(
         "Do not read the checkpoint that remains: check only that its files have the right sizes.",
     ),
 ) -> None:
-    """Remove a checkpoint: hide it in one durable step, then delete its files.
+    """Remove a checkpoint: hide it atomically and durably, then delete its files.
 
-    Refuses to remove the last complete checkpoint of a run: before it removes anything, it verifies others
-    byte by byte, the newest first, until one proves complete. In a cache, refuses to remove a step that is
-    not durable. --even-last overrides both.
+    Refuses to remove the last complete checkpoint of a run: before it removes anything, it verifies the other
+    checkpoints byte by byte, newest first, until it finds a complete one. In a cache, refuses to remove a
+    step that is not durable. --even-last overrides both.
 
     Examples:
 

@@ -44,7 +44,7 @@ def collect(
     allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial."),
     timeout_s: float = option("--timeout", TIME, "Wait at most this long for each host.", default="60s"),
     launcher: str = option(
-        "--launcher", LAUNCHER, "Start processes with this launcher; for --via mpi.", default="auto"
+        "--launcher", LAUNCHER, "Start processes with this launcher (for --via mpi).", default="auto"
     ),
     launcher_args: tuple[str, ...] = repeated(
         "--launcher-arg", TEXT, "Pass an argument to the launcher, or to ssh."
@@ -217,7 +217,7 @@ def check(
 
 
 def _view_checks(lines: Sequence[tuple[str, str, str, str]]) -> View:
-    """Yield a line for each check, and below each check that does not pass, its fix."""
+    """Yield a line for each check, followed by the fix if the check does not pass."""
     verdict_width, subject_width = (max(len(line[column]) for line in lines) for column in (0, 1))
     indent = " " * (verdict_width + subject_width + 3)
     for verdict, subject, finding, fix in lines:

@@ -280,7 +280,7 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 def choose_run_folder(
     run_dir: str | None, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
-    """Choose the folder of DLIO's files: the workload's, else the environment's, else Hydra's."""
+    """Choose the folder for DLIO's files: the workload's, else the environment's, else Hydra's default."""
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
@@ -317,7 +317,7 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
-    """Return remarks on options of the workload that have no effect here, because others do their work."""
+    """Return remarks on options that have no effect here, each with the option that takes its place."""
     options = workload.storage.storage_options
     remarks = []
     if options.prefetch_window or options.prefetch_workers:

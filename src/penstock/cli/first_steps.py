@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _PACKAGE = Path(__file__).parents[1]
 _MAX_LIST_CHARACTERS = 60
 _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
-"""The folders with the documentation's pages, of an installed package and of a checkout."""
+"""The folders that hold the documentation's pages: in an installed package, and in a checkout."""
 
 
 @verb

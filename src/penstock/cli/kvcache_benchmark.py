@@ -71,7 +71,7 @@ class KvCacheOptions:
     gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
     cpu: int = option("--cpu", SIZE, "Size of the cache in host memory (no I/O).", default="0B")
     capacity: int | None = option(
-        "--capacity", SIZE, "Maximum total size of the entries on storage, as scaled (default: no limit)."
+        "--capacity", SIZE, "Maximum total size of the entries on storage, after scaling (default: no limit)."
     )
     tensor: int = option(
         "--tensor-parallel",
@@ -107,7 +107,7 @@ class KvCacheOptions:
     duration_s: float | None = option(
         "--duration",
         TIME,
-        "Time after which no more operations start (default: no limit; in mlperf-v3, set by the edition).",
+        "Time after which no more operations start (default: no limit; for mlperf-v3, as in the rules).",
     )
     prefill: float = option(
         "--prefill-rate",
@@ -171,13 +171,13 @@ def run(
         "--trials", whole(1), "Number of trials of each option.", default="3", panel="mlperf-v3"
     ),
     pause_s: float | None = option(
-        "--pause", TIME, "Pause between options (default: set by the edition, 90s).", panel="mlperf-v3"
+        "--pause", TIME, "Pause between options (default: 90s, as in the rules).", panel="mlperf-v3"
     ),
 ) -> int:
     r"""Run a generated workload: `blocks`, which follows the statistics of a published trace, or `mlperf-v3`.
 
     `mlperf-v3` has the users, options and files of MLPerf Storage v3.0, and shows a corrected value next to
-    each of its metrics. --model and the options for tiers and chunks do not apply to it.
+    each of its metrics. Options that shape `blocks`, such as --model, --gpu and --requests, do not apply.
 
     Examples:
 

@@ -263,8 +263,8 @@ def inspect(
     model: str | None = option(
         "--model",
         TEXT,
-        "Calculate tokens for this model if STORE lacks them: one of `penstock kvcache models`, or a "
-        "config.json.",
+        "Model for calculating token counts that STORE does not state: one of `penstock kvcache models`, or "
+        "the path of a config.json.",
     ),
     verifies: bool = flag(
         "--verify", "Read all contents: verify checksums if there are any, else look for pages of zeros."

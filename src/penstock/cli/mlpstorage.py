@@ -335,7 +335,7 @@ class _BenchmarkTranslator:
         return [*words, *self._ranks("num-processes")]
 
     def _place(self, folder: str) -> str:
-        """Return the model's own folder in `folder`, or for `object`, a prefix in the bucket."""
+        """Return the model's own folder in `folder`, or in object storage, the model's own prefix."""
         below = f"{folder.rstrip('/')}/{self.command.model}"
         if self.command.storage != "object" or "://" in folder:
             return below

@@ -133,7 +133,7 @@ def group(options: type[O], *, panel: str | None = None) -> O:
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """Return a field for a dataclass or a signature. Its callers are typed as if they returned its value."""
+    """Return a field for a dataclass or a signature; type checkers take it for the option's value."""
     declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
@@ -251,7 +251,7 @@ JSON_OPTION: dict[str, Any] = {"as_json": flag("--json", "Print the result as on
 
 
 class Verb(click.Command):
-    """A command made of declared options; `--help` shows its document and their help texts."""
+    """A command made of declared options; `--help` shows `document` and the options' help texts."""
 
     def __init__(
         self, document: str, fields: Fields, call: Callable[[Mapping[str, Any]], int | None], **more: Any

@@ -74,7 +74,7 @@ def _bounded(
 
 
 def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
-    """Make a parser of lists separated by commas, of which those inside a size separate nothing."""
+    """Make a parser of comma-separated lists, which does not split at a comma within a size."""
     comma = _BETWEEN_SIZES if parser.metavar == "SIZE" else ","
     return Parser(
         f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in re.split(comma, text))
@@ -130,7 +130,7 @@ _ENDS_OF_NUMBERS: Final = frozenset("0123456789._")
 
 
 def with_unit(parser: Parser[N], example: str) -> Parser[N]:
-    """Make a parser that requires a unit for every value except zero, as a guessed unit could be far off."""
+    """Make a parser that requires a unit for every value except zero, because a guess could be far off."""
 
     def parse(text: str) -> N:
         if text.strip()[-1:] in _ENDS_OF_NUMBERS and text.strip("0 "):
@@ -141,7 +141,7 @@ def with_unit(parser: Parser[N], example: str) -> Parser[N]:
 
 
 def _limited(parser: Parser[N], smallest: str, largest: str) -> Parser[N]:
-    """Make a parser that accepts, besides 0, only values with which no sleep, quotient or sum overflows."""
+    """Make a parser of 0 and of values between bounds, so that no sleep, quotient or sum overflows."""
 
     def parse(text: str) -> N:
         value = parser(text)
@@ -206,7 +206,7 @@ def _list_runs(parent: str) -> Iterable[str]:
 
 
 def new_file(text: str) -> Path:
-    """Parse the path of a file to write. Refuse one that cannot be written before hours of measuring."""
+    """Parse the path of a file to write. Refuses an unwritable path now, not after hours of measuring."""
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():

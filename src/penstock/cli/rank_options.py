@@ -70,8 +70,8 @@ def ranked(
     """Make a command that runs on several ranks, from a function of a communicator, a terminal and options.
 
     The function returns the exit code, which must be the same on all ranks. `default_ranks` derives the
-    default of --ranks from the command's values. Use `followed`, which adds --watch, for a command that takes
-    long.
+    default of --ranks from the command's values. For a long-running command, use `followed`, which adds
+    --watch.
     """
     own = options_of(function)
 
@@ -191,7 +191,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _woken_by_signals() -> Iterator[None]:
-    """Let no signal wait until a wait of the main thread ends.
+    """Let every signal interrupt the main thread, even while it waits for a lock.
 
     Python runs handlers between two steps of the main thread. A signal that arrives just before the thread
     waits for a lock does not interrupt the wait, but a second signal does, whatever its number.

@@ -402,8 +402,9 @@ def page(
 ) -> None:
     """Write a run's HTML report: whether it passed, what limited it and since when, with charts.
 
-    A run writes its report when it ends, except into a directory that you name or into a submission. Use this
-    command for such a run, for one that is still active or was killed, or to write the report again.
+    A run writes its report when it ends, unless it belongs to a submission or you chose the exact path of its
+    directory. Use this command for such a run, for one that is still active or was killed, or to write the
+    report again.
 
     Examples:
 

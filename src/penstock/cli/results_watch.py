@@ -44,7 +44,7 @@ def watch(
     is_once: bool = flag("--once", "Print the current figures and exit."),
     metrics_folder: Path | None = METRICS_FOLDER,
 ) -> int:
-    """Follow a run until it ends, and exit with its exit code; Ctrl-C stops the watching, not the run.
+    """Follow a run until it ends, and exit with its exit code; Ctrl-C ends this command, not the run.
 
     The run may be in another terminal or on another node, because its state is read from its directory. If
     the run's process has died, the command says so and exits with 1.
@@ -95,7 +95,7 @@ def _find_folder(run: str, parent: Path) -> Path:
 
 
 class _WatchedRun:
-    """A run observed from another process. A status is new if it changed, whatever hosts' clocks say."""
+    """A run observed from another process. A status is new if it changed, whatever the hosts' clocks say."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder

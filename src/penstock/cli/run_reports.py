@@ -78,7 +78,7 @@ def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> t
 
 
 def view_training(result: TrainingResult) -> View:
-    """Show accelerator utilization by epoch, and its bottleneck."""
+    """Show accelerator utilization by epoch, and the bottleneck."""
     from penstock.results.phase_figures import epoch_rows
 
     train, stages = result.train, result.stages

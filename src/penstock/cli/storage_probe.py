@@ -51,8 +51,8 @@ def probe(
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "Measure highest rates (best), loads up to the knee (knee; with O_DIRECT if URI is a path), or rates "
-        "of creating, looking up, listing and deleting files (metadata).",
+        "What to measure: the highest rates (best), loads up to the knee (knee; with O_DIRECT if URI is a "
+        "path), or the rates of creating, looking up, listing and deleting files (metadata).",
         default="best",
     ),
     request_bytes: int = option(

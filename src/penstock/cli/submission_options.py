@@ -132,7 +132,7 @@ def open_session(
     rehearsed_at: Fraction | None,
     comm: Comm,
 ) -> ResultWriter:
-    """Capture the program, and return the writer of this command's result directories. Collective."""
+    """Capture the program's code image, and return the writer of result directories. Collective."""
     from penstock.workflows.submission_results import ResultWriter, capture_image
 
     clock = partial(datetime.now, UTC)

@@ -41,7 +41,7 @@ from penstock.workload.mlperf_divisions import SubmissionDivision
 EDITION: Final = "v3.0"
 NOT_READY: Final = 1
 _REHEARSED: Final = "rehearsal"
-"""The name of the organization and of the system."""
+"""The name of a rehearsal's organization and system."""
 _MOST_LOCAL_RANKS: Final = 8
 """The most ranks started by default: the accelerators of one host."""
 
@@ -232,7 +232,7 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
 
 
 def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
-    """Make the result; return the size and time of a real one, or None if a closed gate stopped the run."""
+    """Make the result; return a real one's size and duration, or None if a closed gate stopped the run."""
     from penstock.dataset.generate import expected_bytes
 
     made = make_training_result(options, comm=comm, terminal=terminal)

@@ -60,7 +60,7 @@ def checkpointing(
     storage: tuple[tuple[str, str], ...] = STORAGE,
     target: TreeOptions = group(TreeOptions),
     accelerator: str = required(
-        "--accelerator", TEXT, "Accelerator whose memory the checkpoints represent: b200 or mi355."
+        "--accelerator", TEXT, "Accelerator that each rank stands for: b200 or mi355."
     ),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
@@ -126,7 +126,7 @@ def training(
     only: str | None = option(
         "--only",
         choice("datagen", "run"),
-        "Run only one phase: datagen (on any number of ranks) or run (a single run) (default: all phases).",
+        "Run only one phase (default: all): datagen (on any number of ranks) or run (a single run).",
     ),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:

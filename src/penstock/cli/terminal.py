@@ -29,7 +29,7 @@ SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
 """The versions of documents that lost a key or changed a key's meaning; all others have version 1."""
 
 Line = str | list[str | tuple[str, str]]
-"""A line of text as one string, or as pieces, plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
+"""A line of text as one string, or as parts, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Terminal:
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one document on stdout, the name of its schema first. Raises an error for NaN, which JSON lacks.
 
-    The schema is named after the running verb and a version, e.g. `checkpoint-run/1`; the documentation site
-    has it under `schemas/`. A document with its own `version`, which other commands read back, gets none.
+    The schema is named after the command and a version, e.g. `checkpoint-run/1`; the documentation site has
+    it under `schemas/`. A document with its own `version`, which other commands read back, names no schema.
     """
     if sys.stdout is None:
         raise UsageError("The standard output is closed", fix="Write the document to a file or a pipe.")

@@ -205,7 +205,7 @@ def parse_dimensions(
 
 
 def view_answer(answer: Answer, all_rows: str = "--json gives all") -> View:
-    """Show one answer at full width, with its notes. `all_rows` says where all its rows are."""
+    """Show one answer at full width, with its notes. `all_rows` tells the reader where to find all rows."""
     from penstock.trace.questions import answer as rendering
 
     answer = answer.first(rendering.MOST_ROWS)

@@ -1,4 +1,4 @@
-"""`penstock trace summary`, `ops`, `files`, ...: one question about traces each."""
+"""`penstock trace summary`, `ops`, `files`, ...: each answers one question about traces."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def file(
     path: str = argument("PATH", TEXT, "Path or name of a file in the traces."),
     question: QuestionOptions = group(QuestionOptions),
 ) -> None:
-    """List the events of one file in order of time.
+    """List the events of one file in chronological order.
 
     Examples:
 
@@ -230,7 +230,7 @@ def overlap(
     of: str = option(
         "--of",
         TEXT,
-        "Count the events of this phase as I/O; all: those of every phase except compute and waiting.",
+        "Count the events of this phase as I/O; `all`: those of every phase except compute and waiting.",
         default="io",
         metavar="PHASE",
     ),

@@ -70,7 +70,7 @@ def load(
     out: Path = required("--out", NEW_FILE, "Write this Parquet file.", short="-o", metavar="TABLE"),
     rank_pattern: str | None = _RANK_PATTERN,
 ) -> None:
-    """Convert trace files to a sorted event table, which answers questions much faster.
+    """Convert trace files to a sorted event table, which is much faster to query.
 
     Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, output of strace -f -ttt -T, and Darshan
     logs. First prints what was lost or guessed in damaged files. The table is Parquet, which other tools can

@@ -14,7 +14,7 @@ five functions, which raise the error of any rank on all ranks before the next c
 | `all_gather_results` | `work` on each rank | the results of all ranks |
 | `run_on_rank0` | `work` on rank 0 | that result |
 | `decide_on_rank0` | `work` on each rank, `decide` on rank 0 with all results | what `decide` returned |
-| `divide_on_rank0` | the same | its own part of what `divide` returned |
+| `divide_on_rank0` | `work` on each rank, `divide` on rank 0 with all results | its own part |
 
 The subclasses of `Comm` transfer the bytes: over MPI, over torch.distributed, or, for a single process, not
 at all.
@@ -236,7 +236,7 @@ def _require_same(folders: Sequence[str]) -> None:
 
 @contextmanager
 def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
-    """Raise this rank's own error rather than the failure to send it, which only follows from it."""
+    """Raise this rank's own error if the body fails with a `RankError`, which only follows from it."""
     try:
         yield
     except RankError:
@@ -359,7 +359,7 @@ class Comm(ABC):
         self.size = size
         self.host = host
         self.job_ranks: Sequence[int] = range(size)
-        """These ranks, numbered as in the job: all of its ranks, or the ones that a caller has connected."""
+        """The connected ranks, numbered as in the job: all of its ranks, or those that a caller chose."""
         self.timeout_s = DEFAULT_TIMEOUT_S
         """The limit of waits in calls that set none."""
         self.carrier = ""
@@ -381,7 +381,7 @@ class Comm(ABC):
 
     @contextmanager
     def leaving_if_interrupted(self) -> Iterator[None]:
-        """Refuse further calls if Ctrl-C or `sys.exit` ends this block: other ranks may be in its middle."""
+        """Refuse further calls if Ctrl-C or `sys.exit` ends this block: other ranks may be inside it."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

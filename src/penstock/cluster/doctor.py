@@ -1,4 +1,4 @@
-"""Report what is installed and usable on this machine, and how to fix the rest. Nothing is changed.
+"""Report what is installed and usable on this machine, and how to fix what is not. Nothing is changed.
 
 A check never raises an error: it reports whatever it cannot determine.
 """

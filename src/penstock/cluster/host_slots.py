@@ -102,10 +102,10 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
 
 
 LONGEST = 100_000
-"""The longest list of hosts: more than any cluster has, and few enough for memory."""
+"""The maximum number of hosts in a list: more than any cluster has, but not too many for memory."""
 
 _ENTRY = re.compile(r"(?:\[([\w:][^\],]*)\]|(\w[^\[:,]*))(?::(.*))?")
-"""An address in brackets or a name, then a count. If a name begins with `-`, ssh takes it as an option."""
+"""An address in brackets or a name, then a count. A name with a leading `-` would be an option to ssh."""
 _COUNT = re.compile("0*[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")

@@ -238,7 +238,7 @@ def make_group(ranks: Sequence[int], timeout_s: float) -> Any:
     # Each rank counts its groups. Ranks create their common groups in the same order, so their counts agree.
     number = store.add(f"{name}/{own_rank}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
-    group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise
+    group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - as above
     make = partial(group_of, own_store, list(ranks).index(own_rank), len(ranks), LONGEST_CALL)
     try:
         _await_all(own_store, ranks, timeout_s)

@@ -282,9 +282,9 @@ def generate_trace(
 
     Lengths, outputs and reuse are fitted to the conversation trace of Mooncake (FAST'25). Inputs are
     lognormal (median 6,909 tokens, p90 27,000, p99 80,000), and a request that continues an earlier one looks
-    back over a gamma-distributed time. In that trace, the mean time is 850 requests or 250 s. 100 users who
-    send a request every 30 s reach the trace's rate, so this is 8.5 requests of each user. Each of the
-    `users` sends a request every `think_s` seconds on average, independently of the others.
+    back over a gamma-distributed time. In that trace, the mean look-back is 850 requests, or 250 s. 100 users
+    who send a request every 30 s reach the trace's rate, so the mean is 8.5 requests of each user. Each of
+    the `users` sends a request every `think_s` seconds on average, independently of the others.
     """
     num, tokens = requests, block_tokens
     # PCG64 by name, because the generator behind default_rng may change between versions.

@@ -270,9 +270,9 @@ def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHis
 
 
 def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: float) -> dict[str, Any]:
-    """Return the time to first token that loading saves over computing, and the bandwidth of break-even.
+    """Return the time to first token that loading saves over computing, and the break-even bandwidth.
 
-    Loading a token's cache pays off above bytes per token x the tokens per second that an accelerator
+    Loading pays off above a bandwidth of bytes per token x the tokens per second that an accelerator
     computes. A request that missed an entry saved nothing, because what it loaded after the gap is useless.
     If objects are scaled down, so is the computation: otherwise, loading a thousandth would be compared with
     computing everything.
@@ -308,7 +308,7 @@ def has_small_objects(document: Mapping[str, Any]) -> bool:
 
 
 def client_share(document: Mapping[str, Any]) -> float | None:
-    """Return the share of a run's time that this client needs for the same bytes in memory, or None.
+    """Return the share of a run's time that moving its bytes in memory would take; None if not measured.
 
     Reads and writes share the time of a run, whereas each ceiling was measured with one direction alone.
     """
@@ -321,7 +321,7 @@ def client_share(document: Mapping[str, Any]) -> float | None:
 
 
 def is_limited_by_client(document: Mapping[str, Any]) -> bool:
-    """Return True if a run was hardly slower than memory. A run faster than memory disproves its ceiling."""
+    """Return True if a run was hardly slower than memory. If it was faster, the measured ceiling is wrong."""
     return _NEARLY_ALL < (client_share(document) or 0.0) <= 1
 
 

@@ -37,7 +37,7 @@ _REMOVERS: Final = 16
 def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayout) -> dict[str, int]:
     """Bring the store into the state that a plan expects: without any entry that its operations write.
 
-    Returns the number of the plan's entries, which have been removed, and of other objects, with their bytes.
+    Returns the number of the plan's entries, which were removed, and the number and bytes of other objects.
     """
     own: frozenset[str] | None = None
     left: list[str] = []
@@ -56,7 +56,7 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
 
 
 def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout, progress: Progress) -> None:
-    """Remove all objects that these operations write, including any already gone or never written."""
+    """Remove all objects that these operations write; any that do not exist are ignored."""
     _remove(storage, _written_keys(operations, layout), progress)
 
 
@@ -425,7 +425,7 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -
 
 
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> CacheEviction:
-    """Sum up how many of the bytes read were in memory: the proof that reads were cold."""
+    """Sum up how many of the bytes read were in the page cache: the proof that reads were cold."""
     files = capabilities.find_local_paths(storage)
     counts = comm.gather(engine.resident.tolist(), awaiting="what was in memory")
     if files is None:

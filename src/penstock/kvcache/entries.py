@@ -64,7 +64,7 @@ def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
 
 
 def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_digest: bytes) -> EntryOutcome:
-    """Return `DONE` if an entry of the right size is this key's, complete and unchanged, else its fault."""
+    """Return `DONE` if an entry of the right size is this key's, complete and unchanged, else the fault."""
     if not np.frombuffer(footer, np.uint8).any():
         return EntryOutcome.TORN
     fields = bytes(footer[: _FIELDS.size])

@@ -1,8 +1,9 @@
 """Inspect a store of cache entries: read and judge entries of vLLM's, LMCache's and our own file tiers.
 
 Entries of one configuration form a series. Sizes and headers show which entries are torn without reading
-their contents. With `verifies`, contents are read too: our own are compared with their checksums; the others
-have no checksums, so they are searched for pages that never arrived. Nothing is changed.
+their contents. With `verifies`, contents are read too: those of our own entries are compared with their
+checksums; entries of vLLM and LMCache have none, so they are searched for pages that never arrived. Nothing
+is changed.
 """
 
 import re

@@ -60,7 +60,7 @@ class EngineSettings:
 
 
 def count_requests(storage: Storage) -> Counters:
-    """Count the requests to `storage` so far, including entries that an engine wrote."""
+    """Count the requests to `storage` so far, including those with which an engine wrote entries."""
     written = capabilities.defer_sync(storage, "names").counters
     mine = storage.counters.snapshot()
     return mine if written is storage.counters else mine + written.snapshot()
@@ -146,7 +146,7 @@ class IoEngine:
             self._changed.notify_all()
 
     def _take(self) -> int | None:
-        """Wait until the plan's next operation conflicts with none in progress; return it, None at the end.
+        """Wait until the next operation conflicts with none in progress; return it, or None at the end.
 
         Operations begin in order: none overtakes one that waits, so every operation that is waited for has
         begun.

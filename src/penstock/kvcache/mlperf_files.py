@@ -154,8 +154,8 @@ def _requests_done(
 ) -> tuple[Integers, NDArray[np.float64], NDArray[np.float64]]:
     """Return the requests whose storage operations are done, with their times on storage and in total.
 
-    Requests that memory alone served count as far as the run came; requests that found no room did nothing
-    and do not count.
+    Requests that memory alone served count up to the point that the run reached; requests that found
+    no room did nothing and do not count.
     """
     requests, num = plan.requests, len(plan.requests)
     num_planned = np.bincount(planned["request"], minlength=num)
@@ -239,7 +239,7 @@ def _cache_stats(
 
 
 def _health(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return criteria of the tool that are not part of the benchmark."""
+    """Judge the figures by the tool's health criteria, which are not part of the benchmark."""
     criteria = [
         ("Storage Tier Write Device P95 < 500ms", 500, stats["storage_write_device_p95_ms"], "ms", True),
         ("Storage Tier Read Device P95 < 200ms", 200, stats["storage_read_device_p95_ms"], "ms", True),
@@ -399,7 +399,7 @@ _WHY: Final[Mapping[str, str]] = {
 def trial_command(
     settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
 ) -> str:
-    """Return the command of one trial as for the tool, with only the options that the edition allows."""
+    """Return the tool's command for one trial, with only the options that the edition allows."""
     option = settings.option
     values = {
         "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",

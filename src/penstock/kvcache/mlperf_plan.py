@@ -230,7 +230,7 @@ class _Cache:
         return ordered
 
     def _serve(self, request: int, now: float) -> float:
-        """Do all that one worker does for a request; return when it is done."""
+        """Do all that one worker does for a request; return the time at which it is done."""
         row, taken = self._requests[request], now
         row["is_taken"], row["taken_s"] = True, taken
         for entry in self._turns[request]:
@@ -247,7 +247,7 @@ class _Cache:
         return now
 
     def _record(self, now: float, request: int, op: Op, tier: TierNumber, entry: int) -> float:
-        """Record one operation; return when it is done."""
+        """Record one operation; return the time at which it is done."""
         size = int(self._sizes[entry])
         values = (now, request, op, tier, entry, size)
         for name, value in zip(_RECORDED, values, strict=True):

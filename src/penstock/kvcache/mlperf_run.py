@@ -1,4 +1,4 @@
-"""Runs all trials of the closed options of MLPerf Storage v3.0's key-value cache benchmark on all ranks.
+"""Runs the options of MLPerf Storage v3.0's key-value cache benchmark, with all trials, on all ranks.
 
 As in the tool, every rank has its own users and cache, seeded by the rank's number. Everything they do is
 planned first. Collective: every rank calls `run_mlperf` and gets the same document.
@@ -33,7 +33,7 @@ from penstock.workload.spec import Workload
 
 
 def load_limits() -> KvCacheLimits:
-    """Load the options of edition v3.0."""
+    """Load the requirements of edition v3.0 on key-value caches."""
     limits = load_edition("v3.0").kv_cache
     assert limits is not None, "edition v3.0 has them"
     return limits

@@ -22,7 +22,7 @@ class KvModel:
     """The sizes of a model that determine its cache.
 
     `latent_dims` is all that MLA keeps per layer: the compressed latent (kv_lora_rank), the rotary key
-    (qk_rope_head_dim) and, if attention is sparse, the key of its index. It is 0 without MLA.
+    (qk_rope_head_dim) and, if attention is sparse, the key of its indexer. It is 0 without MLA.
     """
 
     name: str

@@ -74,7 +74,7 @@ def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: i
 
 
 def _state_block_tokens(stated: set[int], holder: Mapping[str, Any], name: str, where: str) -> None:
-    """Add the block size that a line gives; all lines of a trace must give the same size."""
+    """Add the block size that a line states; all lines of a trace must give the same size."""
     if (tokens := whole_number(holder, (name,), where)) < 1:
         raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the number of tokens per block.")
     stated.add(tokens)
@@ -470,7 +470,7 @@ def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iter
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
-    """Return a number, a timestamp in seconds since 1970, or any other text unchanged."""
+    """Parse a number, or a timestamp as seconds since 1970; return any other text unchanged."""
     text = row[column] if column < len(row) else None
     try:
         return None if text is None else float(text)

@@ -95,7 +95,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program: its package's folder, its version and commit if known, the digest of its captured image."""
+    """A program: its package's folder, its version and commit if known, and its captured image's digest."""
 
     folder: Path
     version: str

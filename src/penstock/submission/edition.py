@@ -3,7 +3,7 @@
 The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects each submitter's edition by
 files that only that edition has; a folder may hold submitters of several editions. Invariants: rules contain
 none of an edition's numbers; each submitter is judged by its own edition, and a submitter without such files
-by the edition of the others in the folder.
+by the latest edition found in the folder.
 """
 
 from contextlib import suppress
@@ -43,11 +43,11 @@ class _Strict(BaseModel):
 
 
 class SizingLimits(_Strict):
-    """The size that a data set must have. `rounding` applies to a fraction of a file.
+    """The size that a data set must have. `rounding` tells how to round fractions of a file.
 
-    `host_memory` is how far a summary's list of memory can be trusted: `each` entry is right for its host, or
-    only their `sum` is right. `memory_tolerance` is the share of memory that rounding down to whole GiB may
-    leave out.
+    `host_memory` says how far a summary's list of the hosts' memory can be trusted: `each` entry is right for
+    its host, or only their `sum` is right. `memory_tolerance` is the share of memory that rounding down to
+    whole GiB may leave out.
     """
 
     min_steps: int
@@ -74,8 +74,9 @@ class ParameterLists(_Strict):
 class TimedTree(_Strict):
     """A tree whose runs are named by time: the names, files and counts of its folders.
 
-    Files are given as patterns. `max_pause_runs` is in durations of a run. Hosts are considered equal up to
-    `max_ratio_of_hosts`. `memory_tolerance` is how much described and measured memory may differ.
+    Files are given as patterns. The unit of `max_pause_runs` is the duration of a run. Hosts are considered
+    equal up to a ratio of `max_ratio_of_hosts`. `memory_tolerance` is how much described and measured memory
+    may differ.
     """
 
     name_pattern: str
@@ -96,7 +97,7 @@ class TimedTree(_Strict):
 
 
 class ModelLimits(_Strict):
-    """The limits for a model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
+    """The limits for a model's checkpoints. In OPEN, `open_unit` must divide the number of processes.
 
     `size_gib` is the size that the edition states, `architecture_gib` the size calculated from the model's
     architecture.
@@ -163,7 +164,7 @@ class VectorLimits(_Strict):
 
 
 class Edition(_Strict):
-    """One edition. The last fields are None if it has no such tree or benchmark, and hence no rules on it.
+    """One edition. The last fields are None if it lacks that tree or benchmark, and so has no rules for it.
 
     `rules` names the edition whose rules apply. `mean_tolerance` is the relative difference allowed between a
     stated mean and the recomputed one. `is_softened` means that the edition's round accepted, with a warning,
@@ -227,7 +228,7 @@ def _read_edition(name: str) -> dict[str, Any]:
 class EditionChoice:
     """The editions of several submitters, by their folders.
 
-    `edition` has their names, `for_the_reviewer` the points of all editions for the reviewer.
+    `edition` has their names, `for_the_reviewer` all points that the editions leave to the reviewer.
     """
 
     edition: str

@@ -2,7 +2,7 @@
 
     results/SYSTEM/training/MODEL/run/20260102_030405/        later editions (`tree_layout` has that tree)
     results/SYSTEM/WORKLOAD/run1 ... run5                     v1.0; or runs/run1, or any_name_run_1
-    results/SYSTEM/WORKLOAD/mlperf_storage_report.json        next to its runs, in runs/, or levels above them
+    results/SYSTEM/WORKLOAD/mlperf_storage_report.json        next to its runs, in runs/, or some levels above
 
 v1.0 prescribes no name other than the report's: a folder is recognized as a run by its name, or by a summary
 in it or in the folders of its clients. Invariant: an unknown entry is named, either as stray in a result or
@@ -216,7 +216,7 @@ def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocat
 
 
 def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[ResultLocation], list[Path]]:
-    """Find each model's folder with a result directory; systems and models without any are leftovers."""
+    """Find the models' folders with result directories; systems and models without any are leftovers."""
     locations: list[ResultLocation] = []
     leftovers: list[Path] = []
     for system in list_subfolders(results):

@@ -29,7 +29,7 @@ from penstock.workload.strict_yaml import limit_values
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_METADATA_BYTES: Final = 64 << 20
-"""The metadata of a thousand hosts take 44 MB; no other file grows with the disks of each host."""
+"""The limit for metadata: a thousand hosts take 44 MB. No other file grows with the disks of each host."""
 MAX_YAML_BYTES: Final = 1 << 20
 """The longest description of a published round has 84 kB; parsing a megabyte takes a second."""
 LEADS_OUT: Final = "a link leads out of the tree"

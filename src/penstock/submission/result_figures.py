@@ -65,7 +65,7 @@ def utilization_percent(run_dir: ResultDir) -> float:
 
 
 def record_bytes(run_dir: ResultDir) -> Fraction:
-    """Return a sample's bytes by the configuration: the record length, or for Parquet, the sum of columns."""
+    """Return a sample's bytes as configured: the record length or, for Parquet, the sum over its columns."""
     config, dataset = run_dir.config, ("workload", "dataset")
     for name in ("record_length_bytes", "record_length"):
         if config.has(*dataset, name):
@@ -244,7 +244,7 @@ def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
 
 
 def read_interval(run_dir: ResultDir) -> Interval:
-    """Return an invocation's interval by the tool's own marks, or else by the benchmark's summary."""
+    """Return an invocation's interval: from the tool's own marks, or else from the benchmark's summary."""
     file, begin, end = run_dir.metadata, "invocation_start_time", "invocation_end_time"
     if not (file.has(begin) and file.has(end)):
         file, begin, end = run_dir.summary, "start", "end"
@@ -372,7 +372,7 @@ def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], 
 def _per_checkpoint(
     result: SubmittedResult, *, prefix: str, is_bandwidth: bool, is_slowest: bool
 ) -> dict[str, float]:
-    """Return a figure of each checkpoint; with `is_slowest`, nothing if the first ranks are the slowest."""
+    """Return a figure of each checkpoint; with `is_slowest`, none if the first ranks are the slowest."""
     run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
     if not run_dirs:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)

@@ -302,7 +302,7 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
         files = {name.lower(): name for name in names if not is_leaving(name)}
         inner = files.get(config_folder)
         if inner is not None and (folder / inner).is_dir():
-            below = os.listdir(folder / inner)  # noqa: PTH208 - likewise
+            below = os.listdir(folder / inner)  # noqa: PTH208 - as above
             files |= {
                 f"{config_folder}/{name.lower()}": f"{inner}/{name}" for name in below if not is_leaving(name)
             }

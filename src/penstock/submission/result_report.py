@@ -4,7 +4,7 @@
     FOLDER/RESULT/results.json results.csv           one result, under its path in the tree
     FOLDER/RESULT/mlperf_storage_report.json         v1.0 only
 
-Files are planned as paths and contents, then written, each in one step. Invariants: columns keep their names
+Files are planned as paths and contents, then written, each atomically. Invariants: columns keep their names
 and positions, and new columns come last; a cell is filled from the files or stays empty, and has no default;
 in a submitter's tree, a file is only added or, if Penstock wrote it, replaced. Bandwidths in the row are in
 GiB/s.
@@ -240,7 +240,7 @@ def _num_clients(result: SubmittedResult) -> int | None:
 
 
 def report_document(report: ResultReport) -> dict[str, Any]:
-    """Build our results.json of one result."""
+    """Build Penstock's results.json for one result."""
     checked = report.checked
     return {
         "format": FORMAT_VERSION,
@@ -364,7 +364,7 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     """Format rows under fixed columns, by RFC 4180. None is an empty cell; an unknown column is an error.
 
-    Cells are printed on terminals and opened as sheets, so they have no control characters and formulas.
+    Cells are printed on terminals and opened as sheets, so they have no control characters or formulas.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")

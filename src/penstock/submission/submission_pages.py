@@ -89,7 +89,7 @@ def _verdict_row(number: int, result: CheckedResult) -> Row:
 
 
 def _verdict_section(number: int, result: CheckedResult) -> Section:
-    """Return one result's findings, worst first. If several rules cannot read a file, one gives the title."""
+    """Return one result's findings, worst first. Rules that cannot read the same file share one entry."""
     parts = []
     for group in group_findings(result.findings):
         first, times = group[0], len(group)

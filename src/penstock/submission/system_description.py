@@ -1,4 +1,4 @@
-"""The schema of a system's description (v3.0), and the problems of a file that violates it, by line.
+"""The schema of a system's description (v3.0), and the problems of a file that violates it, with their lines.
 
 `penstock submission describe` and the rules share `find_schema_problems`. Invariant: a description is judged
 as it is written, and only optional keys have defaults.
@@ -317,7 +317,7 @@ def itemized_rack_units(description: ParsedFile) -> float | None:
 
 
 def provisioned_watts(description: ParsedFile) -> float | None:
-    """Return the nameplate power of the product's nodes and switches, with spares, or None if not required.
+    """Return the nameplate power of the product, including spare supplies; None if it is not required.
 
     Clients do not count, so storage inside clients has no figure; a rented system has no power supplies.
     """
@@ -334,7 +334,7 @@ def provisioned_watts(description: ParsedFile) -> float | None:
 def _of_product(
     description: ParsedFile, read: Callable[[ParsedFile, KeyPath], float]
 ) -> Iterator[float | None]:
-    """For each kind of product node and switch, yield a figure times their number, or None if unknown."""
+    """For each kind of product node and switch, yield its figure times its quantity, or None if unknown."""
     for kind, count, body in (
         ("product_nodes", "quantity", ("chassis",)),
         ("product_switches", "unit_count", ()),

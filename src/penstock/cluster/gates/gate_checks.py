@@ -24,7 +24,7 @@ Value = TypeVar("Value", bound=Hashable)
 RESULTS_BYTES: Final = 256 << 20
 """The space for step events and counters of a long run on many ranks."""
 RESERVE: Final = 20
-"""In addition, one part in this many of the written size must stay free."""
+"""The divisor of the reserve: a 20th of the bytes to be written must be free in addition."""
 SHARED_MEMORY_NEEDED: Final = 32 << 20
 SHARED_MEMORY_WANTED: Final = 1 << 30
 """Containers have 64 MiB by default, and a full /dev/shm kills DataLoader workers by SIGBUS."""
@@ -66,7 +66,7 @@ def check_cluster(cluster: ClusterFacts) -> GateFinding:
 
 
 def check_versions(reports: Sequence[RankReport]) -> GateFinding:
-    """Check that all ranks have the same versions of everything."""
+    """Check that all ranks have the same versions of all software."""
     num_versions, differences = find_differences(
         [(report.rank, report.versions) for report in reports], absent="none", name=format_ranks
     )

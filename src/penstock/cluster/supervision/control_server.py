@@ -211,7 +211,7 @@ class ControlServer:
             self._send([member], "stop", **asdict(self.failure))
 
     def _drop_unproved(self) -> None:
-        """Drop connections that are too late, and the oldest of too many, because anybody can open them."""
+        """Drop connections not authenticated in time, and the oldest if there are too many."""
         for channel, (_, since_s) in list(self._unproved.items()):
             is_late = time.monotonic() > since_s + UNPROVED_S
             if is_late or len(self._unproved) > self.ranks - len(self._members) + MORE_UNPROVED:

@@ -138,7 +138,7 @@ def _watch(
 
 
 def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
-    """After the launcher's end, wait for its ranks, which finished, are still stopping or never started."""
+    """Once the launcher has ended, wait for its ranks, and raise an error if some never finished."""
     if not server.arrived and server.failure is None:
         raise RankError(
             f"{plan.launcher} ended with exit code {launcher.returncode} before any rank had started",
@@ -193,7 +193,7 @@ def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
 
 
 def _relay(stream: BufferedReader, to: IO[bytes], server: ControlServer, held_back: deque[str]) -> None:
-    """Copy output to this process's own. After a failure, only keep the last lines."""
+    """Copy `stream` to this process's own output. After a failure, only keep its last lines."""
     with stream:
         # Copy chunks as they arrive rather than lines, because a progress bar is one line that never ends.
         while chunk := stream.read1():

@@ -80,7 +80,7 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 
 def initial_text(tree: Mapping[str, Any], *, is_rehearsal: bool = False) -> str:
-    """Return the file's initial content: a hint for each missing value, or in a rehearsal a made-up value."""
+    """Return the file's initial content. A missing value has a hint or, in a rehearsal, is made up."""
     lines = []
     for line in _dump(tree).splitlines():
         key, _, value = line.strip().lstrip("- ").partition(": ")

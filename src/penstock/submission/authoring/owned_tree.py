@@ -2,10 +2,10 @@
 
     mlperf-results.yaml            the owner of the tree: a sentinel that is written once and never changed
     .mlps/under-way/.../20260102_030405/               a draft: reserved, written, then published
-    .mlps/under-way/.../20260102_030405.attempt.json   its writer; later its end, unless it was published
+    .mlps/under-way/.../20260102_030405.attempt.json   who writes it; later how it ended, if unpublished
 
 Invariants: if two processes claim one folder at the same time, one succeeds and the other learns who owns the
-folder; a result directory with its name in the tree is complete; a run that failed leaves a draft; an attempt
+folder; a result directory in its place in the tree is complete; a run that failed leaves a draft; an attempt
 whose process is gone is never reported as running.
 """
 
@@ -52,7 +52,7 @@ class _Sentinel(BaseModel):
 class OwnedTree:
     """An organization's tree.
 
-    `is_new` is true if this call claimed the tree. The tree of a rehearsal holds no real results.
+    `is_new` is true if `claim_tree` has just created the tree. The tree of a rehearsal holds no real results.
     """
 
     root: Path
@@ -153,7 +153,7 @@ def _read_owner(root: Path) -> OwnedTree | None:
 
 
 def _write_sentinel(root: Path, sentinel: _Sentinel) -> bool:
-    """Write the sentinel; return false if another process was faster. A link never replaces a file."""
+    """Write the sentinel; return false if another process was faster. A hard link never replaces a file."""
     draft = f".{SENTINEL}-{secrets.token_hex(4)}"
     write_text(root, draft, yaml.safe_dump(sentinel.model_dump(exclude_defaults=True), sort_keys=False))
     with system_calls.translate_os_errors("Claiming the folder", str(root)):
@@ -230,9 +230,9 @@ class ResultDirAddress:
 
 
 def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
-    """Reserve the address and the draft of a run that begins now, in the next second if the name exists.
+    """Reserve an address and a draft for a run that begins now, or in the first second that is not taken.
 
-    Only the name is in whole seconds: if the start were rounded down, it would precede the end of the
+    The name is in whole seconds, but the start is exact: rounded down, it could precede the end of the
     previous run.
     """
     address = ResultDirAddress(series=series, phase=phase, started_at=now)
@@ -281,7 +281,7 @@ def list_drafts(series: RunSeries) -> list[Path]:
 
 
 def _remove_empty(folder: Path, *, until: Path) -> None:
-    """Remove empty folders upward, from this folder until `until`."""
+    """Remove empty folders, from `folder` upward, but neither `until` nor anything above it."""
     while folder != until:
         try:
             folder.rmdir()

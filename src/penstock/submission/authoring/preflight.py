@@ -1,4 +1,4 @@
-"""Locate a result's data and, before any of it is made, refuse a result that its edition would not accept.
+"""Locate a result's data, and refuse, before anything runs, a result that its edition would not accept.
 
 Pure, except for resolving links: turns a request into breaches with the ids of their rules. Invariants: every
 number comes from the edition; each key that a URI sets is among the changed keys, so that the rules of the
@@ -63,7 +63,7 @@ def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
 
 
 def require_none(breaches: Iterable[str], where: str) -> None:
-    """Raise `UsageError` with every breach and its rule."""
+    """Raise `UsageError` with all breaches, each with its rule, if there are any."""
     if found := "; ".join(breaches):
         raise UsageError(found, where=where, fix="Give others, or --open; no run was started.")
 
@@ -103,7 +103,7 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     changed: Sequence[str],
     size_gib: float,
 ) -> list[str]:
-    """Return all breaches of the rules on checkpointing; `changed` has the dotted names of keys set."""
+    """Return all breaches of the rules on checkpointing; `changed` has the dotted names of changed keys."""
     rules, ranks = edition.checkpoints, f"{num_processes} ranks"
     limits, memory = rules.models.get(model), rules.accelerator_memory_gb
     if limits is None:

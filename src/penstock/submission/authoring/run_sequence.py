@@ -180,7 +180,7 @@ def _differences(
 def select_runs(
     runs: Sequence[PublishedDir], num_runs: int, max_pause_runs: float, *, now: datetime
 ) -> tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]:
-    """Divide runs into those that count, up to `num_runs`, and the others, each with the reason.
+    """Divide runs into those that count, at most `num_runs`, and those that do not, each with the reason.
 
     A complete sequence always counts, an unfinished one only while the next run may still follow.
     """

@@ -113,7 +113,7 @@ def write_result_dir(
     """Add to a run's draft the files that the run itself does not write, and publish it.
 
     `logs` are the run's standard output and error. Without logs, nothing ran, as when only the size of a data
-    set is recorded: the directory then has only pointer, provenance and metadata.
+    set is recorded: the directory then has only the pointer, provenance and metadata.
     """
     address, draft = facts.address, facts.address.draft
     benchmark = address.series.benchmark
@@ -308,7 +308,7 @@ def write_report(series: RunSeries, edition: Edition) -> None:
 
 
 def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
-    """Write `submission.yaml` of the submitter to whom the series belongs."""
+    """Write the `submission.yaml` of the submitter to whom the series belongs."""
     tree = series.tree
     folder = tree.root / series.submitter
     submitter = Submitter(organisation=tree.organisation, division=series.division, folder=folder)
@@ -364,7 +364,7 @@ def _stated(file: ParsedFile, *path: str) -> Any:
 
 
 def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
-    """Probe with a hard link whether data and results are on different file systems; return None for objects.
+    """Probe with a hard link whether data and results are on different file systems; None for objects.
 
     Regardless of mounts and names, a link within one file system succeeds, and one across two fails.
     """

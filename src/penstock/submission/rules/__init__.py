@@ -1,4 +1,4 @@
-"""The rules of all editions, as tables of rows."""
+"""The rules of all editions: the tables of this package's modules, in one table."""
 
 from typing import Final
 

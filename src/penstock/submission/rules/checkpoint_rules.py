@@ -1,4 +1,4 @@
-"""Rules about checkpointing: what was written and read, by how many processes, and the gap in between."""
+"""Rules about checkpointing: what was written and read, by how many processes, and the gap between them."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -40,7 +40,7 @@ def _requested(run: ResultDir) -> tuple[int, int]:
 
 
 def _is_subset(run: ResultDir) -> bool:
-    """Check whether a subset of the ranks stands for all."""
+    """Check whether a subset of the ranks represents all of them."""
     mode, option = ("workload", "checkpoint", "mode"), ("args", "checkpoint_subset")
     by_mode = run.config.has(*mode) and run.config.text(*mode).lower() == "subset"
     return by_mode or (run.metadata.has(*option) and run.metadata.boolean(*option))

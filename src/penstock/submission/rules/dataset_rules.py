@@ -1,6 +1,6 @@
 """Rules about the data set: its place and size, its generation, and the order in which its samples are read.
 
-Sizes are computed in exact fractions, because a single file decides a verdict. Rules about order use the
+Sizes are computed in exact fractions, because a single file can decide a verdict. Rules about order use the
 `run.json` of our own runs. No edition has rules about order, so these rules only warn, and do not apply to a
 run without `run.json`.
 """
@@ -50,7 +50,7 @@ _STORAGE_KEYS: Final = {
     Benchmark.VECTOR_SEARCH: "storage_root",
     Benchmark.KV_CACHE: "cache_dir",
 }
-"""The argument that names the storage under test."""
+"""The argument that names the storage under test, by benchmark."""
 _MOUNT: Final = re.compile(r"^(\S+)\s+\d+\s+\d+\s+\d+\s+\d+%\s+(/\S*)$", re.MULTILINE)
 """A line of `df`: the device, four figures, and the mount point."""
 _MEMORY_LIMIT: Final = re.compile(
@@ -336,7 +336,7 @@ def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
 
 
 def find_memory_limit(systems: tuple[ParsedFile, ...]) -> tuple[int, str] | None:
-    """Return the limit of a host's memory in bytes that a system description states, and its file, if any."""
+    """Return a host's memory limit in bytes, and the file that states it; None unless exactly one does."""
     limits = {
         (int(match[1]) * _UNITS[match[2].upper()], system.file)
         for system in systems

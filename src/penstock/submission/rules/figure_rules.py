@@ -45,11 +45,11 @@ from penstock.submission.tree_layout import Benchmark
 _RATE_TOLERANCE: Final = 1.002
 """The tolerated ratio of a rate to the accelerators' maximum, of which published runs reach 99.998 %."""
 _UTILIZATION_TOLERANCE: Final = 0.5
-"""In percent; in published runs, the utilization is never below the share of the maximum rate."""
+"""In percentage points; in published runs, a rate's share of the maximum never exceeds the utilization."""
 _MAX_UTILIZATION_GAP: Final = 30.0
-"""In percent; in published runs at most 15.2. The time between steps counts in the rate alone."""
+"""In percentage points; at most 15.2 in published runs. Time between steps lowers only the rate."""
 _FILES_TOLERANCE: Final = 0.05
-"""Published runs need 0.01, because reading starts before an epoch's clock does."""
+"""Relative; published runs need 0.01, because reading starts before an epoch's clock does."""
 _SECONDS_TOLERANCE: Final = 1.0
 _EPOCH_SECONDS_TOLERANCE: Final = 0.5
 """An epoch's own timestamps are close, but not equal, to those from which its rate is computed."""

@@ -104,7 +104,7 @@ def _flags(words: list[str]) -> dict[str, str]:
 
 
 def _file_problems(case: Case) -> list[str]:
-    """Name the metadata and the summary if missing; older tools gave the summary a different name."""
+    """List problems: missing metadata, a missing summary, or a summary that has an older tool's name."""
     run, name = case.run, case.run.summary.file.rpartition("/")[2]
     if run.unlisted:
         raise MissingFact(run.unlisted, where=run.name)

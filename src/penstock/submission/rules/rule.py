@@ -310,7 +310,7 @@ def limit(
     show: tuple[Text, Text] = ("{fact}", "{limit}"),
     **row: Any,
 ) -> Rule:
-    """Make a rule that compares a fact with a limit: a `check` of {fact}, {limit} and the {sign} between."""
+    """Make a rule that compares a fact with a limit: a `check` with the facts {fact}, {limit} and {sign}."""
     compares, sign_if_broken = _SIGNS[compare]
 
     def facts(case: Case) -> Mapping[str, Any]:
@@ -335,7 +335,7 @@ def nothing(
     show: tuple[Text, Text] = ("{number}", "0"),
     **row: Any,
 ) -> Rule:
-    """Make a rule that passes if there are no problems: a `check` of their {number} and joined {problems}.
+    """Make a rule that passes if there are no problems: a `check` with the facts {number} and {problems}.
 
     `proof` is the proof of a pass, `bad` the format of the problems ("unknown: {}").
     """

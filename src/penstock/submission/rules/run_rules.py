@@ -297,7 +297,7 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
 
 @cache
 def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, object] | None:
-    """Return a workload's values by our own paths; for a model, which has no accelerator, its card's."""
+    """Return a workload's shipped values by our own paths; without an accelerator, a checkpoint model's."""
     if accelerator is None:
         card = shipped_card(family)
         return None if card is None else canonical_values(card.sections)
@@ -364,7 +364,7 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
 
 
 def _find_other_models(run: ResultDir) -> Iterator[str]:
-    """Yield mismatches of the configuration's model with the workload's family, and of the accelerator."""
+    """Compare a run's files by the model and the accelerator that they name; yield each mismatch."""
     family, accelerator = run.workload()
     for path in (("workload", "model", "name"), ("workload", "model")):
         if run.config.has(*path) and isinstance(run.config.value(*path), str):
