@@ -68,10 +68,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(cores + 2, psutil.virtual_memory().available // WORKER_BYTES))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Offer the scheduling where pytest-xdist is at work, and collect tests without collecting garbage."""
-    if config.pluginmanager.hasplugin("dsession"):
-        config.pluginmanager.register(Scheduling())  # this process collects no tests: its workers do
+    # Not in pytest_configure: xdist registers its session there, after the hooks of this file.
+    plugins = session.config.pluginmanager
+    if plugins.hasplugin("dsession"):
+        plugins.register(Scheduling())  # this process collects no tests: its workers do
     else:
         gc.disable()
 
