@@ -138,7 +138,7 @@ NUM_TENSORS_SHOWN = 12
 class RankTraffic:
     """Bytes of tensors on one rank.
 
-    In a load, the rank receives from others the bytes that it does not read itself.
+    In a load, other ranks send this rank the bytes that it does not read itself.
     """
 
     rank: int

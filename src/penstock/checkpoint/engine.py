@@ -177,7 +177,7 @@ _MADE: Final[WeakSet[Comm]] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the remaining groups: gloo's threads release tensors, so they must end before the interpreter."""
+    """Close the remaining groups: gloo's threads release tensors, and must end before Python does."""
     for comm in tuple(_MADE):
         comm.close()
 

@@ -2,11 +2,11 @@
 
 A window is a memfd, so no size limit of /dev/shm applies, and it vanishes with the last process that uses it,
 however that process ends. If the window is in huge pages, its rank reads directly into it; otherwise the rank
-copies each block that others want into it. The rank announces the block's place in the window; the others
-copy what they want and return the place, which is reused once all have returned it. Invariants: the content
-of a place does not change until all ranks have returned it and the reader has finished with it; copying out
-of a window never waits for another rank, so ranks cannot deadlock; a rank that fails announces it, so a
-connection that ends without an announcement means that the rank died.
+copies each block that other ranks want into it. The rank announces the block's place in the window; the
+others copy what they want and return the place, which is reused once all have returned it. Invariants: the
+content of a place does not change until all ranks have returned it and the reader has finished with it;
+copying out of a window never waits for another rank, so ranks cannot deadlock; a rank that fails announces
+it, so a connection that ends without an announcement means that the rank died.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
     """Return the number of streams of each rank.
 
-    All ranks of a host together have twice as many as one rank alone would have.
+    All ranks of a host together have twice as many as one rank alone would have, but each has at least
+    `LEAST_STREAMS`.
     """
     return max(LEAST_STREAMS, min(settings.streams, 2 * settings.streams // num_ranks))
 
@@ -74,7 +75,7 @@ class Window:
 
     @classmethod
     def make(cls, size_bytes: int, *, is_huge: bool) -> Window:
-        """Allocate new memory; raise `OSError` if there is not enough, or none in huge pages."""
+        """Allocate new memory, in huge pages if `is_huge`; raise `OSError` if there is not enough."""
         with ExitStack() as undo:
             descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
             undo.callback(os.close, descriptor)
@@ -106,7 +107,7 @@ class Window:
 
 
 def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
-    """Map a file at a huge page boundary. With small pages, mapping memory costs as much as copying it."""
+    """Map a file at a huge-page boundary. With small pages, mapping memory costs as much as copying it."""
     whole = memoryview(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE))
     lead = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[lead : lead + size_bytes]
@@ -165,7 +166,7 @@ class HostLinks:
 def connect_host(
     comm: Comm, ranks: Sequence[int], *, settings: ReadSettings, read_bytes: int
 ) -> HostLinks | None:
-    """Connect this rank with all others of its host, `ranks`. Collective over all ranks of `comm`.
+    """Connect the `ranks` of this host with each other. Collective over all ranks of `comm`.
 
     `read_bytes` is the amount that this rank reads itself. Returns None if the rank is alone on its host, or
     if the host's ranks cannot be connected, in which case the log gives the reason. Either all ranks of a
@@ -211,7 +212,7 @@ def connect_host(
 def _connect(
     listening: socket.socket, rank: int, addresses: Mapping[int, str], window: Window
 ) -> dict[int, HostLink]:
-    """Connect to the ranks below this one, accept those above, and exchange windows with each.
+    """Connect to the ranks with lower numbers, accept the others, and exchange windows with each.
 
     Raises `Unavailable` or `OSError` on failure.
     """
@@ -279,7 +280,7 @@ _SHOWN, _RETURNED, _GAVE_UP = range(3)
 
 
 def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettings:
-    """Return settings for reads that are shown to the ranks of this host: blocks fit into windows."""
+    """Return the settings for reading blocks that fit into the windows of this host's ranks."""
     streams = count_streams(settings, len(links.links) + 1)
     return ReadSettings(streams=streams, block_bytes=links.block_bytes)
 

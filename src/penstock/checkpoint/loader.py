@@ -14,8 +14,8 @@ The steps of a load, in order:
 
 Invariants: a load returns on all ranks with everything loaded and verified, or raises on all of them. After
 an error, the values of tensors are undefined, and no object of the state has been replaced, unless a part's
-own `load_state_dict` has raised: then other such parts may have changed. A rank whose reads fail still sends
-and receives everything, so that no other rank waits for it forever.
+own `load_state_dict` has raised: then other parts that have one may have changed. A rank whose reads fail
+still sends and receives everything, so that no other rank waits for it forever.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ def _match_on_all_ranks(
     choice: LoadChoice,
     comm: Comm,
 ) -> _MatchedState:
-    """Match names, and ensure that some rank takes each that the requested parts should take. Collective."""
+    """Match names, and check that some rank takes each that requested parts should take. Collective."""
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
@@ -497,7 +497,7 @@ def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: 
 
 
 def _are_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
-    """Return True if two regions are one, or have the same elements by the checkpoint's own checksums."""
+    """Return True if two regions are one, or are the same parts of tensors with equal checksums."""
     wanted = requests.regions
     places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
     if places[0] != places[1] or checkpoint.index.sums is None:

@@ -11,9 +11,9 @@ Three steps lead from a name in the state to bytes of the checkpoint:
 3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
 
 Optimizers number their parameters, torch's helpers name them: a checkpoint of either form can be loaded into
-either. Invariants: a place has no value before the load; a part changes only after everything has arrived and
-has passed all checks on all ranks, and not at all if nothing for it is loaded; no parameter receives another
-parameter's state, as far as groups, names or shapes distinguish them.
+a state of either form. Invariants: a place has no value before the load; a part changes only after everything
+has arrived and has passed all checks on all ranks, and not at all if nothing for it is loaded; no parameter
+receives another parameter's state, as far as groups, names or shapes distinguish them.
 """
 
 from __future__ import annotations
@@ -281,9 +281,9 @@ class StoredNames:
     def are_numbers(self, key: str, entries: Collection[str], names: Collection[str]) -> bool:
         """Return True if the checkpoint numbers the parameters of optimizer `key`, False if it names them.
 
-        It has state for these `entries`; the state calls the parameters by these `names`. As a name may be a
-        number, too (those of a `ParameterList` are), the entries alone do not tell. The saved groups do, so
-        they are read now, unless the load takes them and finds out then.
+        It has state for these `entries`; the state calls the parameters by these `names`. A name may itself
+        be a number, as in a `ParameterList`, so the entries alone do not tell, but the saved groups do. They
+        are read now, unless the load takes them anyway and checks them then.
         """
         has_numbers = any(map(str.isdecimal, entries))
         if not has_numbers and (not entries or not {*names}.isdisjoint(entries)):
@@ -334,7 +334,7 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
 def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
     """Return a place to load into: None for an object, memory for a tensor.
 
-    The memory is like that of the `parameter` if the shape is the same.
+    The memory is like that of the `parameter` if both have the same shape.
     """
     if facts is None:
         return None
@@ -569,7 +569,7 @@ class _OptimizerState(_Part):
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
-    """Describe the tensors `given` to an optimizer whose dtype it has changed, and the plain values."""
+    """Describe what an optimizer has changed in what it was `given`: dtypes of tensors, and plain values."""
     if isinstance(given, list) and isinstance(taken, list):
         given, taken = dict(enumerate(given)), dict(enumerate(taken))
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
@@ -701,7 +701,7 @@ def _require_names(
     """Raise `UsageError` if groups that number their parameters have different ones, or a different order.
 
     `own` are the names in each group. Different names mean different parameters only if the optimizer
-    `is_named`, i.e. was created from named ones.
+    `is_named`, i.e. was created from named parameters.
     """
     pairs = [
         pair
@@ -731,7 +731,7 @@ def _require_same_optimizer(
 ) -> None:
     """Raise `UsageError` if the saved optimizer had different groups or was of a different class.
 
-    Otherwise, parameters would receive the state of others, or a state that the optimizer does not know.
+    Otherwise, parameters would receive other parameters' state, or a state that the optimizer does not know.
     `options` has, for each group, what the checkpoint has of its options, whether or not the load takes them.
     """
     if options and len(options) != len(part.param_groups):
@@ -743,8 +743,8 @@ def _require_same_optimizer(
     for places, group in zip(options.values(), part.param_groups, strict=False):
         names = {str(path[0]) for path in places}
         was, now = map(_OPTIONS_OF_TORCH.intersection, (names, group))
-        # Schedulers, users and newer versions of torch add options: they indicate another class only if the
-        # others are those of another of torch's classes, or if each side lacks some of the other's.
+        # Schedulers, users and newer versions of torch add options, so a difference indicates another class
+        # only if the rest are options of another class of torch, or if each side lacks some of the other's.
         if (
             (was != now and {was, now} <= _OPTIONS_OF_CLASSES)
             or was - _OPTIONS_OF_NEWER_TORCH in _OLD_OPTIONS_OF_CLASSES - {now - _OPTIONS_OF_NEWER_TORCH}
@@ -806,10 +806,10 @@ def _require_same_order(
 
 
 def number_names(key: str, part: Any, stored: StoredNames) -> dict[str, Any] | None:
-    """Number a dict of `get_optimizer_state_dict` like a raw optimizer, to load that optimizer's checkpoint.
+    """Number the parameters in a dict of `get_optimizer_state_dict`, to load a raw optimizer's checkpoint.
 
     Numbers follow the order of the parameters in the groups, as in a raw optimizer, never the order of the
-    names as text. Returns None if the checkpoint has names, too.
+    names as text. Returns None if the checkpoint also has names.
     """
     names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
     places = stored.below(stored.prefix(key), key)
@@ -936,7 +936,7 @@ class LoadedParts:
                 part.check(self.state[key])
 
     def take(self) -> None:
-        """Let each part load what has arrived, except plain ones."""
+        """Let each part except plain ones load what has arrived."""
         left = self.left_parts()
         with _optimizers_keep_dtypes(but_floats=self.stored.converts):
             for key, part in self.parts.items():
@@ -944,7 +944,7 @@ class LoadedParts:
                     part.take(self.state[key])
 
     def left_parts(self) -> set[str]:
-        """Return the keys of the parts that have leaves of which none was filled."""
+        """Return the keys of the parts that have leaves, none of which was filled."""
         # All beginnings of each name, as "m", "m.layer" and "m.layer.bias": there may be 100,000 names.
         left, filled = (
             {head for name in names for head in accumulate(name.split("."), "{}.{}".format)}
@@ -986,8 +986,9 @@ class LoadedParts:
     def require_as_many_ranks(self, num_saved: int, num_ranks: int) -> None:
         """Raise `UsageError` for parameters or optimizer states that differed between the ranks that saved.
 
-        Such values are shards, and a different number of ranks would have different shards. So is the state
-        of an optimizer that not all ranks had, whereas such a parameter belongs to a stage of a pipeline.
+        Such values are shards, and this job, with a different number of ranks, has different shards. An
+        optimizer's state that not all ranks had is a shard, too; a parameter that not all ranks had is not,
+        because it belongs to a pipeline stage.
         """
         of_ranks = {name.rpartition(RANK_MARK)[0] for name in self.of_other_ranks(0)}
         names = sorted(of_ranks | self.stored.of_some)
@@ -1016,7 +1017,7 @@ class LoadedParts:
         )
 
     def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
-        """Warn of ranks' own values and entries that a different number of ranks loses or gives to others."""
+        """Warn about ranks' own values and entries that another number of ranks cannot restore as saved."""
         if lost := self.of_other_ranks(num_ranks):
             logger.warning(
                 "Saved by more ranks: not loaded, because they belong to ranks that this job lacks: %s",
@@ -1054,8 +1055,9 @@ class LoadedParts:
 def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[LoadedParts]:
     """Yield the state to load into.
 
-    The body lets parts with `load_state_dict` load their state; afterwards, the others are replaced. Raises
-    `UsageError` for a part that cannot be loaded. If the body raises, no plain part is changed.
+    The body of the `with` block calls `take`, so that parts with `load_state_dict` load their state; plain
+    parts are replaced after the block, unless it raises. Raises `UsageError` for a part that cannot be
+    loaded.
     """
     names = parameter_names(state)
     parts = {key: _begin(key, part, stored, names) or _Part(part) for key, part in state.items()}
@@ -1094,7 +1096,7 @@ _FLOATS_CHANGE: ContextVar[bool | None] = ContextVar("floats change", default=No
 
 @contextmanager
 def _optimizers_keep_dtypes(*, but_floats: bool) -> Iterator[None]:
-    """Let torch's optimizers keep the dtypes of the states that they load, in whichever part they are.
+    """Let torch's optimizers keep the dtypes of the states that they load, wherever these optimizers are.
 
     Conversions by hooks and by optimizers of other packages remain.
     """
@@ -1180,7 +1182,7 @@ def find_wanted(
 ) -> tuple[Regions, list[tuple[str, LocalShard]], dict[str, int]]:
     """Return the stored regions that this rank needs, the leaf and shard for each, and the objects by leaf.
 
-    Raises `UsageError` if state and checkpoint do not match; `converts` allows dtypes to differ.
+    Raises `UsageError` if the state and the checkpoint do not match; `converts` allows dtypes to differ.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
     objects = {stored.name: number for number, stored in enumerate(index.objects)}

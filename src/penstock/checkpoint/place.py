@@ -110,8 +110,8 @@ def find_tied(
 ) -> list[tuple[int, int]]:
     """Return pairs of targets that are the same memory but may get different values, like tied weights.
 
-    The part of the first `is_copied` only if the second's is as well; `are_alike` tells that two targets get
-    the same values. Raises `UsageError` if two targets share only a part of their memory.
+    The first target of a pair `is_copied` only if the second is as well; `are_alike` tells whether two
+    targets get the same values anyway. Raises `UsageError` if two targets share only a part of their memory.
     """
 
     def span(memory: torch.Tensor) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def find_tied(
     begins, ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     order = np.flatnonzero(begins < ends)
     order = order[np.argsort(begins[order], kind="stable")]
-    # Nearly always there is none: with many tensors in a state, there is no time for more than this.
+    # Nearly always, no tensors overlap: with many of them, there is no time for more than this.
     reaches = np.append(False, begins[order[1:]] < np.maximum.accumulate(ends[order])[:-1])[: len(order)]
     crowded = order[reaches | np.roll(reaches, -1)].tolist()
     tied = []
@@ -160,7 +160,7 @@ _MOST_WORK = 100_000
 def _byte_places(memory: torch.Tensor) -> NDArray[np.uint8]:
     """Return an array at the addresses of a tensor's bytes, in their order. It must not be read.
 
-    For all tensors that consist of the same bytes, address, shape and strides are the same.
+    For all tensors that consist of the same bytes, the array has the same address, shape and strides.
     """
     shape, strides = [memory.itemsize], [1]
     for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
@@ -183,7 +183,7 @@ def untie(
     """Return tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
 
     Leaves that are `copied` when their part loads its state may have any memory; `names` has the name of each
-    target. The third of each pair in `tied` is the second as a view of the memory that it shares.
+    target. The last item of each entry of `tied` is the second target as a view of the shared memory.
     """
     untied, split = {}, []
     for first, second, shared in tied:
@@ -313,7 +313,7 @@ class Destinations:
             copy_bytes(memoryview(self._memory(share).data)[inside], copied)
 
     def arrived(self, part: Part) -> None:
-        """Called when `part` has arrived; pass its share on once all of the payload has."""
+        """Called when `part` has arrived; pass its share on if that completes the payload."""
         share = self._shares[part.span]
         num_bytes = min(share.begin + share.num_bytes, part.end) - max(share.begin, part.begin)
         with self._lock:

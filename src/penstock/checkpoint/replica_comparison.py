@@ -121,7 +121,7 @@ def warn_of_own_values(
     state: LocalState,
     warned: set[str],
 ) -> None:
-    """On rank 0, warn once of tensors that are saved for each rank, unless they are expected to differ."""
+    """On rank 0, warn once about tensors that are saved for each rank, unless they are expected to differ."""
     held = [leaf for leaf in state.leaves if leaf.name in state.shards]
     silent = {leaf.name for leaf in held if is_expected_to_differ(leaf)} | warned
     of_ranks = [facts for facts in tensors if is_of_one_rank(facts.name, paths)]
@@ -143,7 +143,7 @@ def warn_of_own_values(
 def compare_replicas(state: LocalState, comm: Comm) -> float:
     """Raise the same `RankError` on all ranks if any region differs among them; return the seconds taken.
 
-    Only regions with equal bounds are compared, and no tensors that are saved separately for each rank.
+    Compares only regions with equal bounds; skips tensors that are saved separately for each rank.
     """
     start_s = time.perf_counter()
     if comm.size == 1:

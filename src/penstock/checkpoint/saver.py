@@ -1,7 +1,7 @@
 """A save from the tensors of a state to files that are ready to commit: prepare, stage, write, seal.
 
-1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), and all ranks agree which of
-   them writes what (`plan.save_plan`).
+1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), and all ranks agree on
+   which of them writes what (`plan.save_plan`).
 2. `PreparedTensors.stage`: each rank lays out its files (`file_layout`), and copying to staging memory
    begins.
 3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item gets a checksum.
@@ -96,7 +96,7 @@ WAITING_BUFFER_BYTES = 128 << 20
 """The most memory for buffers of a save that the caller waits for; object storage holds parts in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
-"""The memory for copies. If a rank's share is larger, `save_async` blocks until the rest is written."""
+"""The memory for copies. If a rank's share is larger, `save_async` blocks until the excess is written."""
 
 
 class Saver:
@@ -132,7 +132,7 @@ class Saver:
 
     @paused_garbage_collection()
     def prepare(self, state: State, comm: Comm, choice: SaveChoice) -> PreparedTensors:
-        """Let all ranks agree which of them writes which part of `state`. Collective."""
+        """Let all ranks agree on which of them writes which part of `state`. Collective."""
         start_s = time.perf_counter()
         planner = self._planners.setdefault(comm, JobPlanner(comm))
         collected: list[LocalState] = []

@@ -306,7 +306,7 @@ def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int
 class _Readers:
     """The ranks that load together, numbered as in the job.
 
-    Each rank's own plan has only its number; the coordinator's plans have all.
+    The plan that a rank makes has only its own number; those that the coordinator returns have all numbers.
     """
 
     ranks: tuple[int, ...]
@@ -369,9 +369,8 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         """Let all ranks load together. Called on the coordinator.
 
-        A planner may have replaced this reader's data in the plan with its own. When the plan is finished,
-        the planner finds its data there, and each rank reads alone everything it needs, as with torch's
-        readers.
+        A planner may have replaced this reader's data in the plan with its own. The planner then finds its
+        data in the finished plan, and each rank itself reads everything it needs, as with torch's readers.
         """
         of_ranks = [plan.storage_data for plan in plans]
         if not all(isinstance(readers, _Readers) for readers in of_ranks):

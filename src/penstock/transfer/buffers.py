@@ -26,9 +26,9 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 class WarmMemory:
     """`size_bytes` of memory that begins at the boundary of a huge page.
 
-    Touching it first takes seconds per GiB, so reuse it. It has one user at a time, and is freed with the
-    last view of it. If it `is_shared`, forked processes use the same memory; otherwise they get a copy, made
-    when either side writes. Pinned pages must not be copied like that.
+    Touching it for the first time takes seconds per GiB, so reuse it. It has one user at a time, and is freed
+    with the last view of it. If it `is_shared`, forked processes use the same memory; otherwise they get a
+    copy, made when either side writes. Pinned pages must not be copied in this way.
     """
 
     def __init__(self, size_bytes: int, *, is_shared: bool = False) -> None:
@@ -128,7 +128,7 @@ class StagingMemory:
 
 
 def pin_memory(memory: WarmMemory, registrar: Any = None) -> bool:
-    """Pin `memory` until it is freed, and return whether it is pinned. Takes as long as touching it first.
+    """Pin `memory` until it is freed, and return whether it is pinned. Takes as long as `touch`.
 
     If the system does not allow that much pinned memory, copies take longer. `registrar` is CUDA's runtime.
     """

@@ -3,7 +3,7 @@
 Timestamps go to columns that are allocated in advance, so timing needs no memory while bytes flow.
 Invariants: each cell is written once; a ledger that does not add up raises an error instead of yielding a
 slower rate; the rate of all ranks is all bytes divided by the time from the earliest first byte to the latest
-durable one, so a slow rank cannot hide behind the others.
+durable one, so a slow rank cannot hide behind faster ones.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class PipelineBuffers:
     """All buffers of one phase, shared by its streams.
 
     A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`.
-    Even if the storage keeps one stream's buffers for a long time, the others therefore never starve.
+    Even if the storage keeps one stream's buffers for a long time, the other streams therefore never starve.
     """
 
     def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:

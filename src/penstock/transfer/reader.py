@@ -46,15 +46,15 @@ SMALL_PART_BYTES = 64 << 10
 """For parts up to this size, the interpreter, which runs one thread at a time, takes longer than the copy."""
 
 GAP_BYTES = 64 * 1024
-"""Gaps between spans up to this size are read as well, because another request would cost more."""
+"""Gaps of up to this size between spans are read as well, because another request would cost more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
     """Settings for one rank's reads: `streams` threads, each of which also checksums and copies what it read.
 
-    Fewer streams would keep a device busy, so it continues to work while some of them do not read. There are
-    two buffers for each stream.
+    Fewer streams would be enough to keep a device busy, so it stays busy while some of them do not read.
+    There are two buffers for each stream.
     """
 
     streams: int = 6
@@ -105,7 +105,7 @@ class ChecksummedItem:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Wanted bytes of one file. Spans with the same `item` share its checksum, in order."""
+    """Wanted bytes of one file. Spans with the same `item` are checksummed together, in order."""
 
     file: int
     begin: int
@@ -175,7 +175,7 @@ def plan_blocks(
 
 
 def _extents(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of spans with small gaps: first and last (exclusive) span, first byte and end."""
+    """Yield runs of spans with small gaps in between: first span, last (exclusive), first byte, end."""
     first, end = 0, spans[0].end if spans else 0
     for number, span in enumerate(spans):
         is_back = span.begin < spans[max(number - 1, first)].begin
@@ -333,8 +333,8 @@ class BlockReader:
     ) -> list[Future[None]]:
         """Begin to read with `streams` of `threads`, or with as many as there are buffers for.
 
-        If one fails, its future has the error and the others stop. First, `prepare` is called with the memory
-        of the buffers.
+        If a thread fails, its future has the error and the others stop. First, `prepare` is called with the
+        memory of the buffers.
         """
         if not self._blocks:
             return []

@@ -1,1 +1,1 @@
-"""The engine behind the interfaces of other frameworks: one module for each framework, which imports it."""
+"""The engine behind the interfaces of other frameworks; each module imports the framework that it serves."""

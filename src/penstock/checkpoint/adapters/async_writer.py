@@ -1,11 +1,11 @@
 """The engine's writer behind the interface that Megatron and NVIDIA's resiliency extension call.
 
-`AsyncWriter` plans and finishes in the trainer. In between, a process or thread of the caller's choice,
-forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects the task's tensors from changes, and
-`TaskReport` returns the result. The frameworks own the folder and put their own files next to the engine's,
-so nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
-files of all ranks are durable, and is removed before any of them is overwritten. The trainer always learns
-how the writing ended, even if the writing process was killed.
+`AsyncWriter` plans and finishes a save in the trainer. In between, a thread, or a forked or spawned process,
+of the caller's choice calls `write` with a `WriteTask`; `HostCopy` protects the task's tensors from changes,
+and `TaskReport` returns the result. The frameworks own the folder and put their own files next to the
+engine's, so nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written
+when all files of all ranks are durable, and is removed before any of them is overwritten. The trainer always
+learns how the writing ended, even if the writing process was killed.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ _SHARED_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Return the IDs of tensors whose memory a forked process shares with its parent, including mapped files.
 
-    torch knows which of its own allocations are shared. Only for other memory are the kernel's mappings read,
-    which takes a millisecond.
+    torch knows which of its own allocations are shared. Reading the kernel's mappings takes a millisecond, so
+    they are read only if some memory was not allocated by torch.
     """
     in_host = [tensor for tensor in tensors if tensor.is_cpu]
     known = {
@@ -283,7 +283,7 @@ class AsyncWriter(FileSystemWriter):
 
     Each rank writes at most `writers` files, half of them for names that begin with `separation_hint`, if it
     is given. Tensors may change once the framework has scheduled the save: a forked process has a snapshot of
-    them, and processes or threads of other kinds receive copies.
+    them, whereas a thread or a spawned process receives copies.
     """
 
     can_run_decentralized_global_plan = True
@@ -326,7 +326,7 @@ class AsyncWriter(FileSystemWriter):
             self._folder = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
-        """Remove an existing checkpoint's manifest and metadata from the folder. First call, on all ranks."""
+        """Remove the manifest and metadata of any checkpoint in the folder. Called first, on all ranks."""
         if not is_coordinator:
             return
         storage = open_here(self._folder)
@@ -335,7 +335,7 @@ class AsyncWriter(FileSystemWriter):
                 storage.delete(name)
 
     def _unchanged(self, planned: Any) -> Any:
-        """Return plans unchanged, on any rank: each rank knows its own number."""
+        """Return the plan or plans unchanged: each rank names its files by its own number."""
         return planned
 
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
@@ -375,7 +375,10 @@ class AsyncWriter(FileSystemWriter):
         return write, self._copy, [task.stats.rank, task, self._report]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Prepare, write, and return the results: on all ranks, if the caller has no process to write in."""
+        """Prepare, write, and return the results.
+
+        Called on all ranks, instead of the two methods above, if the caller has no process to write in.
+        """
         self.prepare_write_data(plan, planner)
         if self._copy is not None and self._report is not None:
             task = self._copy()
@@ -385,7 +388,10 @@ class AsyncWriter(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
-        """Return the results, or the failure in torch's form for other ranks. Last call, on all ranks."""
+        """Return the results, or the failure in the form that torch sends to other ranks.
+
+        Called last, on all ranks.
+        """
         try:
             return self._finished_results()
         except PenstockError as error:

@@ -128,7 +128,7 @@ class PenstockCheckpoints(_Trainer):
         return [self.model], [self.optimizer], [self.lr_scheduler], self.accelerator.scaler
 
     def _folder_of_newest(self) -> str | None:
-        """Return the folder with the Trainer's state in the manager's newest step, or None without a step."""
+        """Return a folder with the Trainer's state from the newest step; None if there is no step."""
         state = {"trainer": ""}
         self._resumed_step = self._manager.restore(state)
         if self._resumed_step is None:
@@ -155,7 +155,7 @@ def load_state(
 ) -> int | None:
     """Restore the newest step, or `step`, into whatever an Accelerator has prepared or registered.
 
-    Restores the states of the random number generators, too. Returns the step, or None if none was ever
+    Also restores the states of the random number generators. Returns the step, or None if none was ever
     committed. `trust` allows objects of any class, whose code may run during the load. Collective.
     """
     state = _state_of_accelerator(accelerator)
@@ -225,7 +225,7 @@ def _restore_parts(
 
 
 def _own(optimizers: Sequence[Any], number: int) -> list[torch.optim.Optimizer]:
-    """Return a list of model `number`'s optimizer, without Accelerate's wrapper; empty if it has none."""
+    """Return a list with model `number`'s optimizer, without Accelerate's wrapper; empty if it has none."""
     return [getattr(each, "optimizer", each) for each in optimizers[number : number + 1]]
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of Lightning's Trainer and Fabric: `Trainer(plugins=[PenstockIO()])`.
 
 Lightning passes the whole checkpoint on rank 0 and expects it back on every rank; it is saved and loaded as a
-tree. `load_from_checkpoint` does not call plugins, so importing this module makes it load such folders, too.
-Invariant: a checkpoint is removed only after every save that began earlier has been committed.
+tree. `load_from_checkpoint` does not call plugins, so importing this module makes it load Penstock's folders,
+too. Invariant: a checkpoint is removed only after every save that began earlier has been committed.
 """
 
 import os
@@ -37,8 +37,8 @@ except ImportError as error:
 class PenstockIO(CheckpointIO):
     """Saves each checkpoint as a folder at Lightning's path, and commits it before `fit` continues.
 
-    Files that Lightning's own plugin saved can be loaded, too. `staging_bytes` limits the memory that saves
-    need in addition to the state.
+    Also loads files that Lightning's own plugin saved. `staging_bytes` limits the memory that saves need in
+    addition to the state.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
@@ -80,10 +80,10 @@ class PenstockIO(CheckpointIO):
 
 
 class AsyncPenstockIO(PenstockIO):
-    """`PenstockIO` in the background: `fit` continues once the state is copied; later calls raise its errors.
+    """Saves in the background: `fit` continues once the state is copied; later calls raise a save's error.
 
-    `ModelCheckpoint` removes the older checkpoint as soon as it has requested the newer one. Here the older
-    one is kept until the newer one is committed, and is not removed if that fails.
+    `ModelCheckpoint` removes the older checkpoint as soon as it has requested the newer one. Here, the older
+    one is kept until the newer one is committed, and is not removed if that commit fails.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
@@ -120,7 +120,10 @@ class AsyncPenstockIO(PenstockIO):
         self._run_after_saves(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
 
     def wait(self, *, only_done: bool = False) -> None:
-        """Wait for all saves, unless `only_done` is set; raise the first failure that no call has raised."""
+        """Wait for all saves, and raise the first failure that no call has raised yet.
+
+        With `only_done`, do not wait: consider only saves that have already ended.
+        """
         over = [save for save in self._pending if save.done() or not only_done]
         failures = [failure for save in over if (failure := save.exception()) is not None]
         self._pending = [save for save in self._pending if save not in over]
@@ -156,7 +159,7 @@ class AsyncPenstockIO(PenstockIO):
 
 
 _BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()
-"""The plugins of this process: when a module is loaded, nothing tells which of them may be saving it."""
+"""The plugins of this process: a load cannot tell which of them may be saving what it reads."""
 
 
 _load_file = saving.pl_load

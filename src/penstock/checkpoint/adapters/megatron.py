@@ -73,7 +73,7 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
         """Return Megatron's request for a save. Collective.
 
-        Tensors may change once it has been scheduled.
+        Tensors may change once the request has been scheduled.
         """
         renamed, *_ = stock._replace_state_dict_keys_with_sharded_keys(  # noqa: SLF001 - the parent's own
             sharded_state_dict, self.keep_only_main_replica
@@ -165,10 +165,10 @@ def load_iteration(
 
 
 def commit_iteration(root: AnyPath, iteration: int) -> None:
-    """On rank 0 (others return at once): make Megatron's own files durable, then point the tracker to them.
+    """On rank 0, make Megatron's own files durable, then point the tracker to them.
 
-    Add it as the last finalize function of an asynchronous save: `request.add_finalize_fn(lambda:
-    commit_iteration(root, iteration))`.
+    The other ranks return at once. Add this call as the last finalize function of an asynchronous save:
+    `request.add_finalize_fn(lambda: commit_iteration(root, iteration))`.
     """
     if dist.get_rank() != 0:
         return

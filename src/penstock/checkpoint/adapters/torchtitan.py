@@ -76,7 +76,7 @@ class PenstockCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002 - as torchtitan has it
         to_hf: bool = False,  # noqa: FBT001, FBT002 - likewise
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save a step; returns what the parent's method returns."""
+        """Save a step; return what the parent's method returns."""
         if to_hf:
             # Blocking in every mode: torchtitan exports only at the end of a run.
             super().dcp_save(state_dict, checkpoint_id, AsyncMode.DISABLED, enable_garbage_collection, to_hf)
@@ -124,7 +124,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _NoStager:
-    """A stager for torchtitan to find, so that it creates none."""
+    """A stager that holds nothing: torchtitan finds it, and therefore creates none of its own."""
 
     def close(self) -> None:
         """Do nothing: this stager holds no memory."""

@@ -81,7 +81,7 @@ class CheckpointRef:
     storage: Storage
     committed: Committed
     readable: tuple[str, ...] | None = None
-    """The files that this rank can open, if not every rank can open all. Set on all ranks or on none."""
+    """The files that this rank can open; None on all ranks if every rank can open all files."""
 
     @property
     def uri(self) -> str:
@@ -100,7 +100,7 @@ class CheckpointRef:
         }
 
     def is_whole(self) -> bool:
-        """Return whether manifest, metadata and all files exist with the right sizes; payloads are not read.
+        """Return whether the manifest, metadata and all files exist with the right sizes; reads no payloads.
 
         A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
@@ -117,7 +117,7 @@ class CheckpointRef:
         return read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
 
     def read_seal(self) -> tuple[Manifest, Seal]:
-        """Return the parsed manifest and the seal it is from; raise `DataDamaged` if the seal has changed."""
+        """Return the parsed manifest and the seal; raise `DataDamaged` if either of its files has changed."""
         content = bytes(read_object(self.storage, self.key(MANIFEST_NAME)))
         manifest = read_manifest(content, self.uri)
         metadata = bytes(read_object(self.storage, self.key(METADATA_NAME)))
@@ -175,7 +175,7 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 
 
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
-    """Return where a checkpoint that is a link leads, for reading; return anything else unchanged.
+    """Return the storage and name of the checkpoint to which `name` leads if it is a link, for reading.
 
     A `Storage` itself never follows links out of its root.
     """
@@ -292,8 +292,9 @@ def local_path(storage: Storage, key: str) -> Path:
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
     """Return the steps to remove, oldest first, so that the newest `keep` remain; None keeps all.
 
-    If none of them is complete, the newest complete step before them is kept as well: a run never loses its
-    last usable checkpoint. `is_whole` is called for the newest steps first, and no more often than necessary.
+    If none of those `keep` steps is complete, the newest complete step before them is kept as well: a run
+    never loses its last usable checkpoint. `is_whole` is called for the newest steps first, and no more often
+    than necessary.
     """
     ordered = sorted(steps)
     if keep is None or len(ordered) <= keep:
@@ -340,7 +341,7 @@ def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
 
 @contextmanager
 def tolerating_leftovers(step: int) -> Iterator[None]:
-    """Log a warning in place of a `StorageError`, because the step is committed, whatever else is left."""
+    """Log a warning in place of a `StorageError`, because the step is committed, whatever is left over."""
     try:
         yield
     except StorageError as error:
@@ -357,8 +358,9 @@ def begin_save(
 ) -> SaveTransaction:
     """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    First removes what dead saves left there. All ranks must use the same storage: raises `UsageError` if
-    their URIs differ. With the `lease` of a run, raises `RunInUse` if another job holds that lease.
+    First removes what dead saves left in the storage. All ranks must use the same storage: raises
+    `UsageError` if their URIs differ. With the `lease` of a run, raises `RunInUse` if another job holds that
+    lease.
     """
     draft_store = drafts or open_draft_store(storage)
     uri = f"{storage.uri.rstrip('/')}/{name}"
@@ -433,9 +435,9 @@ class SaveTransaction:
         mount: str = "",
         lease: _LeaseRenewer | None = None,
     ) -> None:
-        """Keep what the save needs.
+        """Join a save whose draft rank 0 has created.
 
-        The owner of the draft removes it; `mount` is the ID of rank 0's mount.
+        Only the owner removes the draft; `mount` is the ID of rank 0's mount.
         """
         self.storage = storage
         self.draft = draft
@@ -446,7 +448,8 @@ class SaveTransaction:
         self._is_over = False
         self._lease = lease
         if lease is not None:
-            # If nobody ends this save, as after an error in a planner of torch's, its draft is swept later.
+            # If nobody ends this save, as after an error in one of torch's planners, a later save sweeps
+            # its draft.
             weakref.finalize(self, lease.stop)
 
     @cached_property
@@ -479,7 +482,7 @@ class SaveTransaction:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """End the transaction with the block: `abandon` it on an error."""
+        """End the transaction when the `with` block ends: `abandon` it on an error."""
         with ExitStack() as undo:
             undo.callback(self.abandon)
             yield
@@ -507,8 +510,8 @@ class SaveTransaction:
 class _LeaseRenewer:
     """Renews a draft's lease in a thread until `stop` or the end of this process.
 
-    Renews four times within the life of a lease, so that one renewal may fail or be late before others sweep
-    the draft.
+    Renews four times within the life of a lease, so that one renewal may fail or be late before another save
+    sweeps the draft.
     """
 
     def __init__(self, drafts: DraftStore, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:

@@ -138,7 +138,7 @@ class Draft:
 
 
 def name_draft(name: str, save_id: str) -> Draft:
-    """Return the draft of a save on a file system. Each rank can name it without asking others."""
+    """Return the draft of a save on a file system. Each rank can name it without asking the others."""
     return Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
 
 
@@ -160,9 +160,9 @@ class Committed:
 class DraftStore(ABC):
     """The writing half of a commit protocol; called only by rank 0.
 
-    Call `start`, then `publish` or `drop`; in between, call `renew` from any thread. What a process leaves
-    behind if it is killed in between never shows up in a catalog, and `sweep` in a later process removes it.
-    `owner` is called each time it is needed, because a forked child is a different process.
+    Call `start`, then `publish` or `drop`; in between, call `renew` from any thread. If the process is killed
+    in between, what it leaves never shows up in a catalog, and `sweep` in a later process removes it. `owner`
+    is called each time it is needed, because a forked child is a different process.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class DraftStore(ABC):
         """Remove a draft and all of its files."""
 
     def renew(self, draft: Draft) -> None:
-        """Renew the lease, whose age tells others that this save is alive."""
+        """Renew the lease, whose age tells other processes that this save is alive."""
         write_object(self._notes, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def sweep(self) -> list[str]:
@@ -286,7 +286,7 @@ class WriterLease:
         self._is_held = False
 
     def hold(self) -> None:
-        """Take the lease before a save, or check that it is held; raise `RunInUse` if another has it."""
+        """Take the lease before a save, or check that it is held; raise `RunInUse` if another job has it."""
         if self.require_free():
             write_object(self._notes, WRITER_LEASE, [lease_text(self._owner())])
         self._is_held = True
@@ -295,7 +295,7 @@ class WriterLease:
     def require_free(self) -> bool:
         """Raise `RunInUse` if another, live job has the lease; return True if it must still be taken.
 
-        Programs that remove or change steps without saving any call it, too.
+        Also called by programs that remove or change steps but save none.
         """
         found = read_if_any(self._storage, WRITER_LEASE) or b""
         if found == lease_text(self._owner()):
@@ -314,7 +314,7 @@ class WriterLease:
         return True
 
     def release(self) -> None:
-        """Give the lease back if it is this process's and no other manager here uses it.
+        """Give the lease back if this process holds it and no other manager here uses it.
 
         May be called twice.
         """
@@ -439,7 +439,7 @@ class FolderDraftStore(DraftStore):
             self._tree.sync()
 
     def _give_name(self, draft: Draft) -> str:
-        """Make the draft visible under its name; return the folder in which what it replaced now is."""
+        """Make the draft visible under its name; return the folder that now holds what it replaced."""
         try:
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
@@ -508,7 +508,7 @@ class FolderCatalog:
         )
 
     def _visible_folders(self) -> dict[str, bool]:
-        """Return all folders, of checkpoints or not, except those hidden for good; True marks a link.
+        """Return all folders, checkpoints or not, except those hidden for good; True marks a link.
 
         A link with the name of a step may lead to the newest checkpoint, even if its target is missing now.
         """
@@ -651,7 +651,7 @@ NUM_DELETING_THREADS: Final = 4
 
 
 class RecordDraftStore(DraftStore):
-    """Drafts, each below its own keys, which a record makes visible."""
+    """Drafts on object storage: each has its own keys, and a record makes it visible."""
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)

@@ -1,9 +1,9 @@
 """An opened checkpoint of any format: DCP (Penstock's or stock), `torch.save` archives, safetensors.
 
 The single entry point for reading: `open_checkpoint` detects the format and reads the description of the
-tensors, but no tensor. Invariant: index and manifest of an opened checkpoint agree, `.metadata` has matched
-the manifest's checksum, and ranks that open together either see the same description or all get the same
-error.
+tensors, but no tensor. Invariant: the index and manifest of an opened checkpoint agree, `.metadata` has
+matched the manifest's checksum, and ranks that open together either see the same description or all get the
+same error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointReplaced(StorageError):
-    """The checkpoint was replaced by another save, or removed, while it was read."""
+    """The checkpoint was replaced by another save, or removed, while it was being read."""
 
 
 _COPY_AGAIN: Final = (
@@ -127,7 +127,7 @@ class CheckpointSource:
     def require_files(self, *, all_are_here: bool = True) -> None:
         """Raise unless all files of the folder exist and have the required length.
 
-        Unless `all_are_here`, files may be missing: in a node's cache, they may be elsewhere.
+        Unless `all_are_here`, files may be missing: in a node's cache, they may be on other nodes.
         """
         if self.manifest is not None:
             sizes_needed = {file.name: file.size_bytes for file in self.manifest.files}
@@ -181,7 +181,7 @@ class CheckpointSource:
         return _key(self.folder, file_name)
 
     def storage_of_files(self, tried: int = 0) -> Storage:
-        """Return the best `Storage` for reading the checkpoint's files, possibly past the page cache.
+        """Return the best `Storage` for reading the checkpoint's files; it may bypass the page cache.
 
         `tried` is the index of a file that this process can open.
         """
@@ -195,7 +195,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Return the payload's offset in a row's item by its first bytes; if None, use `tensor_bytes`."""
+        """Locate the payload in a row's item by the item's `head`; if this is None, use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None
@@ -230,8 +230,8 @@ class CheckpointSource:
     def value(self, stored: StoredObject, *, trust: bool = False, item: Bytes | None = None) -> Any:
         """Return an object as it was saved, from its `item`, which is read if that is None.
 
-        Without `trust`, raises `UsageError` for an object whose unpickling could run code. Raises it, too, if
-        the bytes are those that were saved, as their checksum proves, but cannot be rebuilt.
+        Without `trust`, raises `UsageError` for an object whose unpickling could run code. Also raises it
+        for an object that cannot be rebuilt although its bytes match their checksum.
         """
         where = f"{self.uri}, {stored.name}"
         if self.archive is not None:
@@ -335,7 +335,7 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
 
 
 def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
-    """Open one file: an archive if its first bytes indicate that, otherwise safetensors."""
+    """Open one file: as a `torch.save` archive if its first bytes indicate that, otherwise as safetensors."""
     last = name.rpartition("/")[2]
     if last in (METADATA_NAME, MANIFEST_NAME) or last.endswith(".distcp"):
         raise UsageError(
@@ -510,7 +510,7 @@ _NUM_READINGS = 5
 
 
 def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
-    """Return the `.metadata` and manifest of the same save, or None for one that is missing."""
+    """Return the `.metadata` and manifest of the same save, or None for a file that is missing."""
     is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
         manifest = read_if_any(storage, _key(folder, MANIFEST_NAME))

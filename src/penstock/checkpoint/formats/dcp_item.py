@@ -81,9 +81,10 @@ def undo_transforms(content: Bytes, transforms: Sequence[str], where: str, *, at
 
 
 def most_unpacked(item: Bytes, payload_bytes: int | None = None) -> int:
-    """Return the largest size to which an item may unpack: just above its tensor's, or a multiple of its own.
+    """Return the largest size to which an item may unpack: for a tensor, just above the size of its payload.
 
-    The size of an object is not recorded; with `trust`, it has no limit.
+    The size of an object is not recorded, so its limit is a multiple of the item's size; with `trust`, an
+    object has no limit.
     """
     if payload_bytes is None:
         return max(_LARGEST_OBJECT, _LARGEST_RATIO * len(item))
@@ -365,7 +366,10 @@ def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
 
 @lru_cache(maxsize=4096)
 def _tensor_in(pickled: bytes) -> TensorRef | None:
-    """Return the tensor that a pickle consists of; None unless its record is just its elements, row-major."""
+    """Return the tensor that a pickle consists of.
+
+    Returns None unless the tensor's record begins with its elements in row-major order.
+    """
     try:
         tensor = read_torch_pickle(pickled, "an item")
     except DataDamaged:
@@ -378,7 +382,10 @@ def _tensor_in(pickled: bytes) -> TensorRef | None:
 def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, transforms: Sequence[str] = (), where: str
 ) -> memoryview:
-    """Return a tensor's elements in row-major order from its item; raise `DataDamaged` for another tensor."""
+    """Return a tensor's elements in row-major order from its item.
+
+    Raises `DataDamaged` if the item holds a tensor of another element type or shape.
+    """
     plain = memoryview(item)
     if transforms:
         most = most_unpacked(item, math.prod(shape) * element_type(dtype).size_bytes)

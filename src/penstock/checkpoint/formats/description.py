@@ -93,7 +93,7 @@ def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] 
 
 
 class ItemChecksums:
-    """Computes the checksums of one file's items, which begin and end at these offsets, from its bytes."""
+    """Computes the checksums of a file's items from its bytes, given where the items begin and end."""
 
     def __init__(self, begins: Sequence[int], ends: Sequence[int]) -> None:
         self._begins, self._ends = begins, ends
@@ -153,7 +153,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ManifestFile(WrittenFile):
-    """One data file, and what each of its items is."""
+    """One data file, with a description of each of its items."""
 
     item_name: Ints
     """For each item, an index into the manifest's `names`."""
@@ -354,7 +354,7 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
 
 
 def _file(file: _File, num_names: int, where: str) -> ManifestFile:
-    """Check a file's columns: items must be in order, not overlap, and be within the file."""
+    """Return a data file's description after checking it: items are in order, apart, and within the file."""
     try:
         check_key(file.name, where)
         items = file.items
@@ -599,8 +599,8 @@ def metadata_bytes(index: CheckpointIndex) -> bytes:
 class _Streamed:
     """A list or dict whose items are created while they are pickled, and then forgotten.
 
-    A million parts, and the pickler's memo of them, would take several gigabytes at once. The pickler also
-    forgets names and after a while writes them again; nothing refers to a container that is being written.
+    A million parts, together with the pickler's memo of them, would take several gigabytes. The memo is
+    cleared regularly: names are then written again, and nothing refers to a container that is being written.
     """
 
     def __init__(self, reduced: tuple[Any, ...]) -> None:
@@ -615,7 +615,7 @@ def torch_metadata(
     make_list: Callable[[Iterable[Any]], Any] = list,
     make_dict: Callable[[Iterable[tuple[Any, Any]]], Any] = dict,
 ) -> Metadata:
-    """Return the description of `index` for torch's planners and its `.metadata`."""
+    """Return the description of `index` in the form of torch's planners and `.metadata`."""
     import torch  # noqa: PLC0415 - only writers have it loaded
     from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise

@@ -201,10 +201,10 @@ class Opaque:
 
 
 def read_metadata_pickle(content: Bytes, where: str) -> Any:
-    """Return the value of a pickle whose classes are torch's metadata; for any other, raise `DataDamaged`."""
+    """Return the value of a pickle of torch's metadata; raise `DataDamaged` if it names any other class."""
     # The classes are created for each file, so that no file can leave anything behind in them. The state of
-    # only two records may be something other than a dictionary; without a method, the others are filled
-    # several times faster.
+    # only two records may be something other than a dictionary; the other records have no method for it, and
+    # are filled several times faster.
     records = {
         (module, name): type(
             name,
@@ -300,7 +300,7 @@ class _Unpickler(pickle.Unpickler):
         self._is_archive = is_archive
 
     def read(self) -> Any:
-        """Return the pickle's value. Whatever else the unpickler raises becomes `DataDamaged`, too."""
+        """Return the pickle's value; errors of the unpickler become `DataDamaged`."""
         try:
             # The unpickler's table of parts has a place for every number up to the largest one.
             number: Any
@@ -344,7 +344,7 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[module, name]
 
     def _count_alike(self, number: complex) -> None:
-        # As keys, numbers with one hash would take time by the square of how many they are.
+        # As keys, numbers with the same hash take time that grows with the square of their number.
         self._num_alike += self._alike.setdefault(hash(number), number) != number
         require(self._num_alike <= _MOST_ALIKE, "its numbers are chosen to have the same hash")
 
@@ -421,7 +421,7 @@ _SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float
 
 
 class _UnknownQuantized(Opaque):
-    """A quantized tensor with several elements in a byte, or of a scheme that torch cannot save either."""
+    """A quantized tensor with several elements in a byte, or of a scheme that torch itself cannot save."""
 
     kind = "quantized tensor"
 
@@ -439,7 +439,7 @@ def _rebuild_quantized(
 
 
 def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
-    """Apply torch's notes on a tensor. A tensor with unknown notes becomes opaque; nothing is guessed."""
+    """Apply the flags that torch saved with a tensor. With unknown flags, the tensor becomes opaque."""
     if not notes or not notes[0]:
         return tensor
     if not isinstance(notes[0], dict) or not notes[0].keys() <= {"conj", "neg"}:

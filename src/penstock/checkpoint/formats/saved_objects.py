@@ -1,8 +1,8 @@
-"""Objects of archives, rebuilt from parts that were checked.
+"""Rebuilds the objects in archives from parts that were checked.
 
 This module decides what in an object is data: plain values of Python and torch; numpy's arrays, numbers
 and generators; `BytesIO`; and the program's own enums, named tuples and dataclasses, if their module is
-already imported and they define no code of their own for this. The same rules are applied when an object is
+already imported and rebuilding them runs no code of theirs. The same rules are applied when an object is
 saved, to report what will need `trust`.
 
 Invariants: nothing is imported because a checkpoint names it, and no code from it runs; no type, position or
@@ -134,7 +134,7 @@ class Rebuilding:
         if issubclass(kind, enum.Enum):
             require(len(value.arguments) == 1, f"{value.kind} is a member of an enum without a value")
             member = self.made(value.arguments[0])
-            # The enum's own error would show any other value, by code of its class.
+            # The enum's own error would show any other value, which may run code of the value's class.
             is_plain = type(member) in (str, int, float, bool, bytes)
             known = kind._member_map_.values()
             require(
@@ -152,9 +152,9 @@ class Rebuilding:
         return made
 
     def _require_own_contents(self, value: Opaque) -> None:
-        """Refuse shared contents: numpy copies the contents of arrays, so they would multiply memory.
+        """Refuse shared contents: numpy copies what arrays contain, so sharing would multiply memory.
 
-        Refuse instances of other classes, too, except in an array or Counter: numpy and torch call methods of
+        Also refuse instances of other classes, except in an array or Counter: numpy and torch call methods of
         what they get.
         """
         state = value.state if isinstance(value.state, tuple) else (value.state,)
@@ -237,7 +237,7 @@ def _find_data(name: str) -> Any:
         if (found := sys.modules.get(".".join(steps[:length]))) is not None:
             break
     for step in steps[length:]:
-        # Nothing but modules and classes is looked into, and not by their own methods: these may import.
+        # Only modules and classes are looked into, and not by their own methods, which may import something.
         is_open = issubclass(type(found), type | ModuleType)
         found = object.__getattribute__(found, "__dict__").get(step) if is_open else None
     is_data = issubclass(type(found), type) and (name in _TYPES or _is_data_class(found))
@@ -277,7 +277,7 @@ def _is_data_class(kind: type) -> bool:
 
 
 def _runs_code(kind: type, names: Collection[str]) -> bool:
-    """Return True if a class or one above it defines one of the `names` other than Python itself does."""
+    """Return True if a class or a base of it defines one of the `names` with code that is not Python's."""
     for base in kind.__mro__:
         for name in vars(base).keys() & names:
             found = vars(base)[name]
@@ -337,7 +337,7 @@ def _counter(arguments: tuple[Any, ...], _: Any) -> Counter[Any]:
 
 
 _CONTAINERS: Final = ("collections.Counter", "numpy.core.multiarray._reconstruct")
-"""What keeps any values without a call of their methods, except to hash and compare them."""
+"""Classes that keep any values, and call methods of these only to hash and compare them."""
 _TYPE_CODE: Final = re.compile(r"[biufcOSUVMm][0-9]{1,9}")
 _UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 
@@ -380,7 +380,7 @@ def _require_shape(shape: Any) -> None:
 
 
 def _blank(arguments: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
-    """Create an array: from bytes only if its elements are bytes, from a list if they are Python objects."""
+    """Create an array: from a list if its elements are Python objects, otherwise from bytes."""
     require(arguments[0] is np.ndarray, "it is an array of a custom class")
     _, shape, dtype, is_by_columns, content = state
     _require_shape(shape)
@@ -487,7 +487,7 @@ def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
-    """Return a nested tensor, checked here because torch does not check that its parts are elements."""
+    """Return a nested tensor after checking, as torch does not, that its parts are within its elements."""
     import torch  # noqa: PLC0415 - as above
 
     elements, *table = arguments
@@ -501,7 +501,7 @@ def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> Any:
-    """Return a quantized tensor after checking zero points and the number of scales, as torch does not."""
+    """Return a quantized tensor after checking, as torch does not, zero points and the number of scales."""
     import torch  # noqa: PLC0415 - as above
 
     # torch has no public function that takes scales per channel; archives name this one.

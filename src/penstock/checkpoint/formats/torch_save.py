@@ -65,7 +65,7 @@ class ZipRecord:
 
 
 class _Ranges:
-    """The subset of a file object that `zipfile` needs to read a directory. Reads ranges, but no record."""
+    """The part of a file's interface that `zipfile` needs to read a directory; no record is read."""
 
     def __init__(self, read: ReadRange, size_bytes: int) -> None:
         self._read = read
@@ -83,7 +83,7 @@ class _Ranges:
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes, fewer at the end; damaged directories may ask for any number."""
+        """Return at most `size` bytes, fewer at the end; a damaged directory may ask for any number."""
         remaining = max(self._size_bytes - self._position, 0)
         size = remaining if size < 0 else min(size, remaining)
         if size > _LARGEST_DIRECTORY:
@@ -94,7 +94,7 @@ class _Ranges:
 
 
 def in_pages(read: ReadRange, size_bytes: int) -> ReadRange:
-    """Return a reader that keeps the page around its last range: headers of small records cost little."""
+    """Return a reader that keeps the page around its last range, so that small headers cost little."""
     begin, page = 0, b""
 
     def read_range(offset: int, size: int) -> bytes:

@@ -153,7 +153,7 @@ class NodeCache:
         )
 
     def claim(self, run: str) -> None:
-        """Reserve the cache for this run; raise `UsageError` if it has steps of another."""
+        """Reserve the cache for this run; raise `UsageError` if it has another run's steps."""
         owner = (read_if_any(self.storage, RUN_NOTE) or b"").decode()
         if owner not in ("", run) and self.names():
             raise UsageError(
@@ -199,7 +199,10 @@ class NodeCache:
         return notes & set(self.names())
 
     def doubt(self, draft: Draft) -> None:
-        """Note, before committing, that other nodes may fail to: after a crash, only this note tells."""
+        """Note, before committing, that other nodes may fail to commit.
+
+        After a crash, this note is the only sign of that.
+        """
         write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
 
     def confirm(self, name: str) -> None:
@@ -224,7 +227,7 @@ class NodeCache:
 
 
 def require_folders(storage: Storage) -> FolderTree:
-    """Return the folders of a cache; raise `UsageError` if the storage is not a file system."""
+    """Return a cache as a tree of folders; raise `UsageError` if the storage is not a file system."""
     tree = find_folder_tree(storage)
     if tree is None:
         raise UsageError(
@@ -236,9 +239,10 @@ def require_folders(storage: Storage) -> FolderTree:
 
 
 class CacheLevel:
-    """One rank's view of all caches; `node` is the cache of its own node. All calls are collective.
+    """One rank's view of all caches; `node` is the cache of its own node.
 
-    `domain` names the failure domain of this rank; ranks of the same domain never protect each other.
+    `domain` names the failure domain of this rank; ranks of the same domain never protect each other. All
+    calls but `spread_note` are collective.
     """
 
     def __init__(
@@ -451,9 +455,9 @@ class CacheLevel:
         return {rank: unread for damaged in answers for rank, unread in sorted(damaged.items())}
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """Return a complete step as this rank can read it: local files directly, others through other ranks.
+        """Return a complete step for this rank to read: local files directly, others through their ranks.
 
-        If this node has no share, manifest and metadata come from a node that has them undamaged.
+        If this node has no share, the manifest and metadata come from a node that has them undamaged.
         """
         lacking = [rank for rank, lead in enumerate(self.leads) if not assessment.shares.get(lead)]
         seal = self._fetch_seal(name, assessment) if lacking else None
@@ -465,7 +469,7 @@ class CacheLevel:
         return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
-        """Compute lost shares and commit them to the caches that lack them, or to others with more room."""
+        """Compute lost shares and commit them to the caches that lack them, or to caches with more room."""
         for rank, holder in assessment.moved.items():
             if self.comm.rank == 0:
                 logger.warning(
@@ -476,7 +480,7 @@ class CacheLevel:
         self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost})
 
     def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """Return a complete step as this rank can read it, after each share is on its home rank's node."""
+        """Move each share to its home rank's node, and return the step as `view` does."""
         away = {
             rank: home
             for rank, home in assessment.homes.items()
@@ -551,9 +555,9 @@ class CacheLevel:
     def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
         """Return the manifest and metadata of a step, from the first node that has them undamaged.
 
-        If no node has them, raises `DataDamaged`, or `StorageError` if a node's could not be read. A node
-        whose manifest is lost still contributes its share to a rebuild, so even the first node may lack the
-        manifest.
+        If no node has them, raises `DataDamaged`, or `StorageError` if those of a node could not be read. A
+        node whose manifest is lost still contributes its share to a rebuild, so even the first node may lack
+        the manifest.
         """
         awaiting = f"all nodes to look for the manifest of {name}"
         has_share = bool(assessment.shares.get(self.comm.rank))
@@ -615,5 +619,5 @@ class _DescribedStorage(WrappedStorage):
         return MemorySource(np.frombuffer(self._known[key], dtype=np.uint8), self.uri, self.counters)
 
     def past_cache(self, reads: str | None = None) -> Storage:
-        """Return the same objects in memory, and others past the page cache if the storage supports that."""
+        """Return a `Storage` that has the same objects in memory and prefers direct access to others."""
         return _DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)

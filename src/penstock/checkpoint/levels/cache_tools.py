@@ -96,7 +96,7 @@ def require_cache_folder(path: str) -> Path:
 
 
 def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
-    """Return the levels of the run whose durable steps are at `run`, with `caches` that can be reached."""
+    """Return the levels of a run: the durable steps at `run`, and the cached steps in `caches`."""
     folders = [require_cache_folder(path) for path in caches]
     durable = open_here(run)
     paths = find_local_paths(durable)

@@ -164,7 +164,7 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 
 def best_interval_s(strategy: Strategy) -> float:
-    """Return the interval with the highest efficiency. With a single kind of failure, it is Daly's."""
+    """Return the most efficient interval. With a single kind of failure, it is Daly's interval."""
     rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
     guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
@@ -202,7 +202,7 @@ def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generato
 
 
 def predict_all(strategies: Sequence[Strategy]) -> list[Prediction]:
-    """Return a prediction for each strategy at its best interval. All face the same random failures."""
+    """Return a prediction for each strategy at its best interval, all with the same random failures."""
     import numpy as np  # noqa: PLC0415 - slow to import
 
     random = np.random.default_rng(1)

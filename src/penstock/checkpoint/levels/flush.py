@@ -4,7 +4,7 @@ The same `Flusher` runs in a thread of the trainer, in a detached process that o
 `penstock checkpoint flush`. It learns from folders what remains to be done, so any flusher can be killed at
 any moment, and the next one continues:
 
-    CACHE/.penstock-flush/step-N.json     a note: this save of the step awaits its flush, and where to
+    CACHE/.penstock-flush/step-N.json     a note: which save of the step awaits its flush, and where it goes
     CACHE/.penstock-flush/lock            held by the one flusher of this cache
     CACHE/.penstock-flush/progress.json   what that flusher has done, for `status` and for the trainer
     RUN/.penstock-save-ID-step-N          the draft that the flushers of all nodes copy their files into
@@ -67,7 +67,7 @@ FOLDER: Final = ".penstock-flush"
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
-"""The longest pause, waiting for disks or between two steps, that a rate-limited flush may catch up on."""
+"""The longest pause, for disks or between two steps, that a rate-limited flush may make up for."""
 POLL_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 5.0
 RETRY_S: Final = 60.0
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 
 class FlushNote(protocol.StoredRecord):
-    """A save of a step that awaits its flush: where to, and how. Stored as JSON."""
+    """A save of a step that awaits its flush, and the options of that flush. Stored as JSON."""
 
     save_id: str
     durable: str
@@ -171,7 +171,7 @@ class FlushFolder:
         return dict(sorted(found.items(), reverse=True))
 
     def remove(self, step: int, save_id: str = "") -> None:
-        """Remove the note of the step, but not that of another save if `save_id` is given."""
+        """Remove the note of the step; with `save_id`, only if it is the note of that save."""
         with suppress(FileNotFoundError, ValidationError):
             note = self._note(step)
             if not save_id or FlushNote.model_validate_json(read_document(note)).save_id == save_id:
@@ -301,8 +301,8 @@ class Flusher:
     def run(self, *, patience_s: float, persists: bool = False) -> dict[int, FlushState]:
         """Flush until no notes are left, or nothing was copied for `patience_s`. Return each step's state.
 
-        While another flusher works on this cache, follow its progress, and take over if it ends. Return when
-        only lasting failures are left, unless this flusher `persists`.
+        While another flusher works on this cache, follow its progress, and take over if it ends. Also return
+        when only lasting failures are left, unless this flusher `persists`.
         """
         moved, moved_s, is_ours, is_stuck = object(), time.monotonic(), False, False
         with ExitStack() as undo:
@@ -413,7 +413,10 @@ class Flusher:
     def _copy(
         self, step: int, note: FlushNote, share: CheckpointRef, files: list[ManifestFile], draft: _SharedDraft
     ) -> None:
-        """Copy several files at a time past the page cache. A file gets its final name once it is durable."""
+        """Copy several files at a time, bypassing the page cache.
+
+        A file gets its final name once it is durable.
+        """
         if self._pace.bytes_per_s != (note.bytes_per_s or math.inf):
             self._pace = RateLimiter(note.bytes_per_s or math.inf)
         self._now = self._now.model_copy(update={"step": step})
@@ -489,7 +492,7 @@ class _SharedDraft:
             self._draft = replace(self._draft, folder=f"{name}/{save_id}")
 
     def join(self) -> None:
-        """Create the draft unless another node has."""
+        """Create the draft unless another node has created it."""
         sweep_dead_saves(self._drafts, self._durable)
         if self._tree is not None:
             protocol.require_replaceable(self._durable, self._tree, self._draft.name)
@@ -499,7 +502,7 @@ class _SharedDraft:
                 self._tree.make(self._draft.folder, keep_name=False)
 
     def renew(self) -> None:
-        """Renew the lease on behalf of all nodes: if it is old, all of them are dead."""
+        """Renew the lease on behalf of all flushers: it grows old only if all of them are dead."""
         # The lease names no process that could be looked up, because the work of all must not end with one.
         nobody = replace(current_process(), kernel="", numbering="")
         write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])

@@ -21,11 +21,11 @@ class Scheme:
     """A way to protect a step: ranks protect each other in groups."""
 
     every: int = 1
-    """Protects every N-th checkpoint, unless a scheme with a larger N protects it, too."""
+    """Protects every N-th checkpoint, except those that a scheme with a larger N protects."""
     group: int = 8
     """The number of members of a group."""
     strict: bool = False
-    """Refuse a job with too few failure domains for such groups, instead of a warning and another scheme."""
+    """Refuse a job with too few failure domains for this, instead of warning and using another scheme."""
 
     name: ClassVar[str]
     losses: ClassVar[int]
@@ -91,7 +91,7 @@ class DoubleParity(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partner(Scheme):
-    """A second copy of each member's bytes on the next member: survives any losses but two adjacent ones."""
+    """A second copy of each member's bytes on the next member: fails if two adjacent members are lost."""
 
     group: int = 2
 
@@ -129,7 +129,7 @@ def check_schemes(schemes: Sequence[Scheme]) -> None:
 class Flush:
     """The checkpoints that become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
-    Whatever `every` says, closing the manager flushes the newest one.
+    Whatever `every` says, closing the manager flushes the newest checkpoint.
 
     `bandwidth` limits how fast each node writes, as text or in bytes per second; None means no limit. A node
     copies `threads` files at once. With background=False, a save returns only when its step is durable.

@@ -1,4 +1,4 @@
-"""The exchange of a rank's files with its group: writing them protected, restoring them, relocating them.
+"""The exchange of a rank's files with its group: protecting them as they are written, restoring, relocating.
 
     write     files -> storage, and a copy of their bytes -> blocks -> the members that keep parity of them
     restore   blocks of surviving members -> weighted sums -> the files of the members that lost theirs
@@ -116,7 +116,7 @@ class MemberReader:
 class MemberWriter:
     """Writes a sequence of bytes to the files they belong to, and drops what follows the last file's bytes.
 
-    Each file is finished as soon as it is full; `close` aborts the others.
+    Each file is finished as soon as it is full; `close` aborts unfinished files.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class MemberWriter:
             buffer = buffer[part.nbytes :]
 
     def finish(self) -> list[RecordedFile]:
-        """Write the empty files, too, and return all files that are finished."""
+        """Write the empty files as well, and return all files that are finished."""
         for number, (_, size_bytes) in enumerate(self._files):
             if not size_bytes:
                 self._append(number, memoryview(b""))
@@ -286,7 +286,7 @@ class _FedSource(WrappedSource):
 
 
 class FirstFailure:
-    """The first error in a rank's part of an exchange with others.
+    """The first error in a rank's part of an exchange with other ranks.
 
     After an error, the rank continues with whatever bytes it has, so that the others do not wait for it.
     """

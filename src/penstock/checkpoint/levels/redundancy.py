@@ -105,7 +105,7 @@ def _multiples(factor: int) -> NDArray[np.uint16]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The positions of a group's pieces. Without `parities`, each member keeps a copy of the previous member.
+    """The positions of a group's pieces. Without `parities`, each member keeps the previous member's bytes.
 
     With parity, there are as many stripes as members: each member has the plain parity of one. A member's
     bytes form `num_chunks` chunks of `chunk_bytes`. Blocks of `block_bytes` go to the chunks round-robin, so
@@ -141,7 +141,10 @@ class Layout:
         return [member, (member - 1) % self.members][: self.parities]
 
     def locate(self, member: int, stripe: int, start: int, length: int) -> tuple[bool, int]:
-        """Return True if a member keeps its piece of a stripe for others, and a block's offset in it."""
+        """Return whether a member keeps its piece of a stripe for others, and the offset of a block of it.
+
+        The offset is in what the member keeps for others or, if the piece is its own, in its own bytes.
+        """
         offset = (member - stripe) % self.members
         if offset < self.parities:
             return True, self.parities * start + offset * length
@@ -162,7 +165,7 @@ class Layout:
         return [plain, weighted][: self.parities]
 
     def recover(self, stripe: int, lost: Collection[int], member: int) -> dict[int, int]:
-        """Return, for each surviving member, its piece's factor in the sum that gives the lost `member`'s.
+        """Return each surviving member's factor in the sum that gives the piece of the lost `member`.
 
         Raises `ValueError` if more members are lost than there are parities.
         """
@@ -194,7 +197,7 @@ ALIGN_BYTES: Final = 4096
 def build_layout(
     members: int, parities: int, largest_bytes: int, *, block_bytes: int = BLOCK_BYTES
 ) -> Layout:
-    """Return the layout for a largest member of `largest_bytes`; blocks have about `block_bytes` at most."""
+    """Return the layout for members of up to `largest_bytes`; blocks have about `block_bytes` at most."""
     chunk_bytes = -(-largest_bytes // (members - parities if parities else 1))
     rows = -(-chunk_bytes // block_bytes)
     block = -(-chunk_bytes // max(rows, 1) // ALIGN_BYTES) * ALIGN_BYTES if rows else ALIGN_BYTES

@@ -1,8 +1,7 @@
 """The steps of a run with caches: saved to the caches, flushed to durable storage, restored from either.
 
 The `StepStore` of a manager with `cache=`. Invariants: if a step is damaged on one level, the next level is
-tried before an older step; a step that awaits its flush stays in the caches until it is
-durable.
+tried before an older step; a step that awaits its flush stays in the caches until it is durable.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class TieredStore(step_store.StepStore):
     """A store with caches in front of its durable level; without `flush`, nothing becomes durable.
 
     The lead rank of each node starts the flusher of its cache, in a thread or in a detached process. The
-    newest `keep_cached` steps are kept in the caches; None keeps all. `uri` is the durable level's, which a
-    detached process opens again; None if an open `Storage` was given. Creating a store is collective.
+    newest `keep_cached` steps are kept in the caches; None keeps all. A detached process opens the durable
+    level again by its `uri`, which is None if an open `Storage` was given. Creating a store is collective.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class TieredStore(step_store.StepStore):
         """
         cache, durable = self.cache.storage, self.catalog.storage
         own, shared = find_local_root(cache), find_local_root(durable)
-        # The cache's folder can be examined, so a path that cannot be is a different one.
+        # The cache's folder can be examined, so a path that cannot be examined is a different one.
         with suppress(OSError):
             if own is not None and shared is not None and own.samefile(shared):
                 raise UsageError(
@@ -116,7 +115,7 @@ class TieredStore(step_store.StepStore):
         return sorted({*self.catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str) -> SaveTransaction:
-        """Begin a draft in all caches. Results, which are not steps, go directly to the durable level."""
+        """Begin a draft: of a step in all caches, of results (any other name) on the durable level."""
         if parse_step(name) is None:
             return super().open(name)
         run_on_all_ranks(
@@ -164,7 +163,7 @@ class TieredStore(step_store.StepStore):
         return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
 
     def copies(self, step: int) -> Iterator[step_store.StepCopy | StorageError]:
-        """Yield the caches' copy, rebuilt if files are lost or damaged; then the durable one."""
+        """Yield the caches' copy, rebuilt if files are lost or damaged; then the durable copy."""
         name = step_dirname(step)
         found = self.cache.assess(name)
         is_cached = bool(found.records or found.unread)
@@ -201,7 +200,7 @@ class TieredStore(step_store.StepStore):
             yield ObjectNotFound("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Return failed flushes, whose steps are still in the caches; an earlier job's are only logged."""
+        """Return this job's failed flushes, whose steps are still cached; only log those of earlier jobs."""
         new_failures: dict[int, BaseException] = {}
         if self._flush is None or not self.cache.is_lead:
             return new_failures
@@ -245,7 +244,7 @@ class TieredStore(step_store.StepStore):
     def close(self, *, flushes_newest: bool = False) -> None:
         """Wait until every pending step is durable, then release everything.
 
-        With `flushes_newest`, which all ranks must agree on, the step saved last is one of these.
+        With `flushes_newest`, which must be the same on all ranks, the step saved last is flushed as well.
         """
         if not self._is_open:
             return
@@ -271,7 +270,7 @@ class TieredStore(step_store.StepStore):
         """Hide the oldest steps of this node's cache, except pending ones.
 
         The returned calls remove their files. As on the durable level, steps newer than the one saved last do
-        not count. A job that saved none removes none.
+        not count. A job that has saved no step removes none.
         """
         saved = self._saved
         if saved is None or self._keep_cached is None or not self.cache.is_lead:

@@ -65,10 +65,10 @@ class Manager:
     The newest `keep` checkpoints are kept; None keeps all. `process_group` names the ranks that save together
     (default: all ranks, or this process alone). Managers of disjoint groups can work at the same time if each
     has its own folder. Creating and closing a manager is collective. No wait takes longer than
-    `timeout_s`. With `has_pointer`, a file `latest` names the last step.
+    `timeout_s`. With `has_pointer`, a file `latest` names the newest step.
 
     Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
-    (default: 2 GiB); if the state is larger, `save_async` blocks until the rest is written. With
+    (default: 2 GiB); if the state is larger, `save_async` blocks until the excess is written. With
     `replicas="compare"`, a save is refused if tensors differ between ranks.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
@@ -216,7 +216,7 @@ class Manager:
     def _start(
         self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
     ) -> SaveHandle:
-        """Begin a save: agree which rank writes what, and start to copy. The caller waits for this part."""
+        """Begin a save: agree on who writes what, and start to copy. The caller waits for this part."""
         name, is_last = step_dirname(step), bool(self.stop_reason)
         with self._front.leaving_if_interrupted():
             self._sync(f"saving {name}")
@@ -267,7 +267,7 @@ class Manager:
 
         Returns the step, or None if no step was ever committed. Steps that are damaged or incomplete are
         skipped with a warning and listed in `skipped_steps`; if no step is usable, every rank raises
-        `StorageError` with the reasons. Every rank raises it, too, if storage fails, because the newest step
+        `StorageError` with the reasons. Every rank also raises it if storage fails, because the newest step
         may be intact. With `verify`, steps that are damaged anywhere or have no checksums are skipped as
         well. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress` are as in
         `pc.load`.
@@ -310,8 +310,8 @@ class Manager:
         ...     torch.save(state, out.path(f"rank_{rank}.pt"))
 
         The step is kept, protected and flushed like any other. It is discarded on all ranks if one of them
-        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have a name other than `step-N`,
-        are written to the durable level immediately, and are never removed.
+        calls `out.mark_invalid()` or raises. With `checkpoint=False`, the files are results: they have a
+        name other than `step-N`, are written to the durable level immediately, and are never removed.
         """
         from penstock.checkpoint.manager.user_files import UserOutput, check_output_name  # noqa: PLC0415
 
@@ -525,7 +525,7 @@ class SavesInFlight:
         self._has_warned = False
 
     def add(self, handle: SaveHandle) -> None:
-        """Watch one more save. Wait if too many are pending: each has threads, and a crash would lose it."""
+        """Watch one more save. Wait if too many are pending: each has threads, and a crash would lose all."""
         self.handles.append(handle)
         if len(self.handles) <= MOST_PENDING:
             return
@@ -546,7 +546,8 @@ class SavesInFlight:
         """Wait until all ranks make the same call, then raise the first unreported failure. Collective.
 
         This is where a background failure of one rank becomes an error on all: ranks gather their failures
-        before they start anything new. `flush_failures`, by step, happened after their saves had returned.
+        before they start anything new. `flush_failures`, by step, are those of flushes whose saves had
+        already returned.
         """
         found = [
             (handle.number, f"saving step {handle.step}", failure)

@@ -216,7 +216,7 @@ class StopRequest(StoredRecord):
 
 
 def request_stop(storage: Storage, request: StopRequest) -> None:
-    """Write `request`, to end the job, to the job's durable storage."""
+    """Ask the job to end: write `request` to its durable storage."""
     write_object(storage, MARKER_NAME, [request.model_dump_json().encode()])
 
 
@@ -309,7 +309,7 @@ class GracefulStop:
             logger.warning("This job ends after the next save: %s", self.reason)
 
     def time_save(self, save: Callable[[], Result]) -> Result:
-        """Call `save`, and remember how long it took: the last save will take as long."""
+        """Call `save`, and remember how long it took, to reserve time for the job's last save."""
         begin_s = self._clock()
         result = save()
         self._slowest_save_s = max(self._slowest_save_s, self._clock() - begin_s)

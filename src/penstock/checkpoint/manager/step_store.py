@@ -81,7 +81,7 @@ class StepStore:
         return self.catalog.committed()
 
     def open(self, name: str) -> SaveTransaction:
-        """Begin a step, or results with a different name. No reader sees it before `complete`."""
+        """Begin a step, or results, which have other names. No reader sees it before `complete`."""
         return begin_save(self.catalog.storage, name, self.comm, lease=self.lease)
 
     def complete(
@@ -129,7 +129,7 @@ class StepStore:
         )
 
     def find_local(self, step: int) -> CheckpointRef:
-        """Return a durable step whose files have paths; raise `Unavailable` if there is no file system."""
+        """Return a durable step to be read by paths; raise `Unavailable` if it is not on a file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
         return checkpoint

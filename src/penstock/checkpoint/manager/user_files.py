@@ -259,7 +259,10 @@ class UserOutput:
 
 
 def check_output_name(name: str | int, *, checkpoint: bool) -> str:
-    """Return the name of an output's folder; raise `UsageError` if it does not suit its kind."""
+    """Return the name of an output's folder.
+
+    Raises `UsageError` unless a checkpoint is named `step-N` and results have any other plain name.
+    """
     if isinstance(name, int):
         name = step_dirname(name)
     if checkpoint == (parse_step(name) is None):

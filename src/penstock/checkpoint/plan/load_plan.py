@@ -96,7 +96,7 @@ def _whole_items(numbers: Ints, sizes: Ints) -> Regions:
 class LoadRequests:
     """One rank's requests.
 
-    `regions`, in the numbers of `ByteItemIndex`, are first wanted regions, then whole items.
+    `regions`, with the tensor numbers of `ByteItemIndex`, has the wanted regions, then whole items.
     """
 
     regions: Regions
@@ -221,7 +221,7 @@ def plan_load(
     *,
     readable: Bools | None = None,
 ) -> SharedLoadPlan:
-    """Decide which rank reads which bytes. `wanted` is by rank, in the checkpoint's tensor numbers.
+    """Decide which rank reads which bytes. `wanted` is by rank, with the checkpoint's tensor numbers.
 
     `element_bytes` is by tensor number. `readable` tells which rank (row) can open which file (column); None
     means that all ranks can open all files. Elements that are not stored are ignored here; see
@@ -478,7 +478,7 @@ def plan_rank_load(
 def _deliveries(shared: SharedLoadPlan, shares: Ints, requests: Ints) -> tuple[Ints, Ints, Regions]:
     """Return the parts of these shares that go to these requests: the rows of share and request, the region.
 
-    Sorted by share, piece and request on every rank; `shares` and `requests` ascend.
+    Sorted by share, piece and request on every rank; `shares` and `requests` must ascend.
     """
     pieces = np.flatnonzero(np.isin(shared.piece_want, shared.request_want[requests]))
     row, place = expand_ranges(*find_ranges(shared.piece_unit[pieces], shared.share_unit[shares]))

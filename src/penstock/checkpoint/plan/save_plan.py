@@ -276,7 +276,7 @@ def _kinds_disagree(name: str, holdings: Sequence[Holdings]) -> UsageError:
 
 
 def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """Return the rows to write: all regions with elements, and one of each empty tensor, to list it."""
+    """Return the rows to write: all regions with elements, and one of each empty tensor to list it."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
     candidates = np.flatnonzero(is_empty & tensor_is_empty[regions.tensor])
@@ -320,7 +320,10 @@ def file_name(rank: int, number: int) -> str:
 def _deal(
     regions: Regions, element_bytes: Ints, objects: Sequence[PlacedObject], files: Sequence[str]
 ) -> tuple[Bucket, ...]:
-    """Deal items to files, largest first: the fullest has at most 4/3 of the bytes in the best division."""
+    """Deal items to files, largest first.
+
+    The fullest file has at most 4/3 of the bytes that it would have in the best division.
+    """
     num_bytes = regions.num_bytes(element_bytes)
     sizes = num_bytes.tolist() + [placed.size_bytes for placed in objects]
     loads = [(0, number) for number in range(len(files))]
@@ -386,7 +389,7 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     writes: dict[str, list[tuple[int | None, HeldObject]]] = {}
     own_tensors: list[frozenset[str]] = []
     judged: dict[int, frozenset[str]] = {}
-    """Own tensors by a list's identity: ranks that hold the same have one list after the exchange."""
+    """Own tensors by the identity of `compared`: after the exchange, ranks with equal lists share one."""
     equal: list[list[str]] = []
     """For each rank, the names of objects that equal those of the lowest rank."""
     for rank, own in enumerate(holdings):
@@ -442,7 +445,7 @@ AWAITED = "all ranks to list what they hold"
 
 
 class RankColumns(NamedTuple):
-    """The holdings of one rank, with packed lists, so that rank 0 unpacks equal lists of many ranks once."""
+    """The holdings of one rank, with packed lists: rank 0 unpacks equal lists of many ranks only once."""
 
     tensors: bytes
     """The tensors, and their places in the state."""
@@ -658,7 +661,7 @@ def plan_shares(
 
 
 def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
-    """Complete a share for its rank: with the rank's own tensors, and regions in their numbers."""
+    """Complete a share on its rank: add the rank's tensors, and let the regions refer to them by number."""
     # A rank writes only parts of what it holds, so each number is among its own.
     order = np.argsort(share.numbers)
     own = order[np.searchsorted(share.numbers, share.regions.tensor, sorter=order)]

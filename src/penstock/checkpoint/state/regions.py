@@ -262,7 +262,7 @@ def refuse_index(what: str, where: str) -> NoReturn:
 
 
 def require(is_right: object, what: str) -> None:
-    """Raise `ValueError` unless `is_right`, as in all files that programs save. The caller names the file."""
+    """Raise `ValueError` unless `is_right`, as it is in any undamaged file. The caller names the file."""
     if not is_right:
         raise ValueError(what)
 
@@ -339,7 +339,7 @@ BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
 
 
 def element_type(name: str) -> ElementType:
-    """Return the type of this name, with or without `torch.`; raise `UsageError` for an unknown one."""
+    """Return the element type of this name, with or without `torch.`; raise `UsageError` if there is none."""
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
@@ -509,10 +509,10 @@ def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
 
 
 def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the rows by which regions can be cut, along their first dimension that is longer than 1.
+    """Return how regions can be cut into rows along their first dimension that is longer than 1.
 
-    Returns this dimension, the number of rows and the size of a row in bytes; a region of one element is one
-    row.
+    Returns, for each region, this dimension, the number of rows and the size of a row in bytes; a region of
+    one element is one row.
     """
     if not regions.num_dims:
         regions = regions.widened(1)
@@ -533,7 +533,7 @@ def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
 
 
 def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
-    """Cut regions into contiguous parts of at most `limit_bytes`; return each part's region, and the parts.
+    """Cut regions into contiguous parts of at most `limit_bytes`; return each part's row, and the parts.
 
     Parts are in the order of the regions, and within each region in the order of memory.
     """
@@ -604,9 +604,9 @@ def divide_among_ranks(
 
 
 def level_sets(sets: RankSets, total: Ints, num_ranks: int) -> Ints:
-    """Divide the `total` of each set among its members: the share of each of `sets.members`.
+    """Divide the `total` of each set among its members; return the share of each of `sets.members`.
 
-    Small sets come first: work that only few ranks can do determines how much of the rest they get.
+    Small sets come first: work that only few ranks can do determines how much other work they get.
     """
     load = np.zeros(num_ranks, dtype=np.int64)
     shares = np.zeros(len(sets.members), dtype=np.int64)
@@ -619,7 +619,7 @@ def level_sets(sets: RankSets, total: Ints, num_ranks: int) -> Ints:
 
 
 def level_loads(load: Ints, amount: int) -> Ints:
-    """Divide `amount` so that, added to `load`, the highest total is as low as possible."""
+    """Divide `amount` into additions to `load`, so that the highest total is as low as possible."""
     order = np.argsort(load, kind="stable")
     sorted_load = load[order]
     count = np.arange(1, len(load) + 1)

@@ -85,14 +85,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def as_words(memory: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with an element type of equal width that numpy has: it lacks bfloat16."""
+    """Return the same memory with an element type of equal width that numpy has (not bfloat16)."""
     return memory.view(_WORDS[memory.element_size()])
 
 
 def narrow_region(
     memory: torch.Tensor, own_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return the part of `memory`, which begins at `own_offsets`, with this region."""
+    """Return the part of `memory` with this region; `memory` begins at `own_offsets` of the tensor."""
     for dim, (own, begin, extent) in enumerate(zip(own_offsets, offsets, sizes, strict=True)):
         memory = memory.narrow(dim, begin - own, extent)
     return memory
@@ -138,7 +138,7 @@ def is_tensor(value: object) -> bool:
 
 
 def has_placements(value: object) -> bool:
-    """Return True for a tensor that itself tells which part a rank holds, and which ranks hold the same."""
+    """Return True for a tensor that itself tells which part a rank holds, and which ranks hold replicas."""
     return (
         _is_a(value, _SHARDED_TENSOR)
         or _is_a(value, _DTENSOR)
@@ -251,7 +251,7 @@ def _collect(leaves: Sequence[Leaf], key_types: dict[str, str], *, is_saved: boo
                 for name, content in objects.items()
             ),
             paths={leaf.name: leaf.path for leaf in leaves},
-            # Modules and the options of optimizers know their own names, as stages of pipelines do.
+            # Modules and optimizers' options know their own names, which may differ between pipeline stages.
             entries=tuple(leaf.name for leaf in leaves if leaf.owner.keeps_structure(leaf.path)),
             key_types=key_types,
         ),
@@ -267,7 +267,7 @@ _bare_name = partial(re.compile(r"(?<![^.])_(orig_mod|(checkpoint|fsdp)_wrapped_
 def bare_names(names: Iterable[str]) -> list[str]:
     """Return the names of a model's parameters without those of wrappers.
 
-    DDP puts "module." before all names. Before only some, it belongs to a submodule of this name, which
+    DDP puts "module." before all names. If only some begin with it, it is the name of a submodule, which
     tells parameters apart.
     """
     bare = [*map(_bare_name, names)]
@@ -287,7 +287,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
-    """Return, for each optimizer with state, a digest of the parameters that its numbers mean here."""
+    """Return, for each optimizer with state, a digest of its parameters' names in numerical order."""
     optimizers = {
         key: part for key, part in state.items() if isinstance(part, torch.optim.Optimizer) and part.state
     }
@@ -360,8 +360,8 @@ def _pieces_of_dtensor(name: str, value: Any) -> list[LocalShard]:
 def _even_offsets(value: Any, local: torch.Tensor) -> tuple[int, ...] | None:
     """Return the offsets of this rank's part, or None if torch has to compute them.
 
-    It has to if a dimension is sharded twice, and then lists the indices of all rows: for one-dimensional
-    float32, twice the memory of the shard.
+    It has to if, for example, a dimension is sharded twice. It then lists the indices of all rows, which for
+    one-dimensional float32 takes twice the memory of the shard.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - whoever has a DTensor has loaded it
 

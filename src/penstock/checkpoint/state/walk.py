@@ -217,9 +217,9 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
 
 
 def read_entries(fact: str) -> list[RankEntries]:
-    """Return the structure that each rank had, from the fact `OWN_ENTRIES`; empty if all ranks had the same.
+    """Return the structure that each rank had, from the fact `OWN_ENTRIES`; empty if they did not differ.
 
-    Ranks that had the same get the same object.
+    Ranks that had the same structure get the same object.
     """
     if not fact:
         return []
@@ -253,9 +253,10 @@ def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]])
 
 
 def require_unmarked(names: Collection[str]) -> None:
-    """Raise `UsageError` for a name that a single rank's value of another leaf could get, too.
+    """Raise `UsageError` for a name that could also be stored for a single rank's value of another leaf.
 
-    `names` has those of all ranks. A single process is no exception, because several may load what it saves.
+    `names` has the leaf names of all ranks. A single process is no exception, because several may load what
+    it saves.
     """
     for name in names:
         of, mark, rank = name.rpartition(RANK_MARK)
@@ -276,7 +277,8 @@ def find_stored_name(
 ) -> str | None:
     """Return the stored name of `rank`'s object for the leaf `name`, or None if there is none.
 
-    With `paths`, the places of the checkpoint's names, a key of the form `x@rank1` is no rank's own value.
+    With `paths`, the places of the checkpoint's names, a key such as `x@rank1` of the saved state itself is
+    not taken for rank 1's own value.
     """
     if name not in stored:
         return None

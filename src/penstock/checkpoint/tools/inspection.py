@@ -144,7 +144,7 @@ class TensorDetails:
     num_parts: int
     files: tuple[str, ...]
     note: str = ""
-    """The reason why the tensor cannot be read in part, or past the page cache; empty if it can."""
+    """The reason why the tensor cannot be read in part, or without the page cache; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +287,10 @@ def remove(
 ) -> RemovedCheckpoint:
     """Remove the committed checkpoint at a path or URI; raise `ObjectNotFound` if none is committed there.
 
-    Raises `UsageError` unless another checkpoint of the run is complete or `even_last` is set. The other one
-    is verified completely; without `verified`, only its files and their sizes are checked. A damaged
-    checkpoint may always be removed, and so may the remains of an interrupted removal on object storage.
+    Raises `UsageError` unless another checkpoint of the run is complete or `even_last` is set. That other
+    checkpoint is verified completely; without `verified`, only its files and their sizes are checked. A
+    damaged checkpoint may always be removed, and so may the remains of an interrupted removal on object
+    storage.
     """
     storage, name = open_parent(path)
     catalog, uri = open_catalog(storage), checkpoint_uri(storage, name)

@@ -88,7 +88,7 @@ _STEP_BYTES: Final = 1 << 20
 
 
 def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
-    """Check bytes whose XXH3-128 is known."""
+    """Return what is wrong with bytes whose XXH3-128 is known, or None."""
     total = start_checksum()
     for part in content:
         total.update(part)
@@ -96,7 +96,7 @@ def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
 
 
 def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
-    """Check bytes whose CRC-32 is known. torch writes it into its archives, but never checks it."""
+    """Return what is wrong with bytes whose CRC-32 is known, or None: torch never checks its archives."""
     total = 0
     for part in content:
         total = isal_zlib.crc32(part, total)
@@ -104,7 +104,7 @@ def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
 
 
 def check_zeros(content: Iterator[memoryview]) -> str | None:
-    """Check the bytes between items, which must be zeros."""
+    """Return what is wrong with bytes between items, which must be zeros, or None."""
     is_clean = True
     for part in content:
         is_clean &= not np.frombuffer(part, dtype=np.uint8).any()
@@ -346,7 +346,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[
 
 
 def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
-    """Return damage in size: of a missing file from 0 onward, of others from where they end or should end."""
+    """Return the damage that a file's size proves: all of a missing file, or the difference."""
     wrong = partial(Damage, file=file.name, item="")
     try:
         size_bytes = storage.stat(key).size_bytes
@@ -496,7 +496,7 @@ def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, 
 def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -> str | None:
     """Check an item that was stored through transforms, which must be undone to find its records.
 
-    Takes the memory of the item, packed and unpacked, as loading it does.
+    The item is in memory both packed and unpacked, as when it is loaded.
     """
     *_, name, payload_bytes, transforms = item
     plain = memoryview(b"")
