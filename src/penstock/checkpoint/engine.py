@@ -141,7 +141,7 @@ class StagedSave(Protocol):
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Return when the tensors may change; raise `WaitTimeout`, or the error that made staging fail.
 
-        If the share does not fit into memory, this waits until `write_to` has written the rest to storage.
+        If the share does not fit into memory, this waits until `write_to` has written the excess to storage.
         """
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:

@@ -166,7 +166,7 @@ def find_idle(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -
 def require_matches(
     choice: LoadChoice, of_ranks: Sequence[Sequence[Pattern]], stored: Sequence[str], rank: int
 ) -> None:
-    """Raise `UsageError` if nothing would be loaded; on rank 0, warn of patterns that are idle on all ranks.
+    """Raise `UsageError` if nothing would be loaded; on rank 0, warn about patterns idle on all ranks.
 
     Idle patterns are not an error, because a job may exclude or rename what only some of its checkpoints
     have.
@@ -467,7 +467,7 @@ def restore_empty(emptied: Emptied) -> None:
 
 
 def set_entry(holder: Any, key: Any, value: Any) -> None:
-    """Set an entry.
+    """Set an entry of a dict or list.
 
     In a list, a value that is still to come gets a `Room`, so that names lead into the list.
     """
@@ -698,7 +698,7 @@ def _has_names(params: Iterable[object]) -> bool:
 def _require_names(
     key: str, groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], *, is_named: bool
 ) -> None:
-    """Raise `UsageError` if groups that number their parameters have different ones, or a different order.
+    """Raise `UsageError` if the parameters that groups number differ, or are in a different order.
 
     `own` are the names in each group. Different names mean different parameters only if the optimizer
     `is_named`, i.e. was created from named parameters.

@@ -425,7 +425,7 @@ class Reader(StorageReader):
         return can_be_named(checkpoint_id)
 
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
-        """Return the regions that torch's plan needs, in the checkpoint's own numbers."""
+        """Return the regions that torch's plan needs, with the checkpoint's own tensor numbers."""
         numbers = {facts.name: number for number, facts in enumerate(tensors)}
         rows = []
         for item in wanted:

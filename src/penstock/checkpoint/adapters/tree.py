@@ -1,8 +1,8 @@
 """Saves and restores a whole state with its structure: keys, tuples and empty containers.
 
-For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with its own name, and the
-rest becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` received, except that
-tensors no longer share memory.
+For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with its own name, and
+everything else becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` received, except
+that tensors no longer share memory.
 """
 
 from __future__ import annotations

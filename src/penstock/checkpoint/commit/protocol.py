@@ -189,7 +189,7 @@ class DraftStore(ABC):
 
     @abstractmethod
     def publish(self, draft: Draft, seal: Seal) -> Committed:
-        """Check all files, write manifest and metadata, and make the checkpoint visible atomically.
+        """Check all files, write the manifest and metadata, and make the checkpoint visible atomically.
 
         An older checkpoint of that name is replaced and removed. On return, the new one survives a power
         failure.
@@ -258,8 +258,8 @@ def lease_text(owner: ProcessId) -> bytes:
 def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: ProcessId) -> bool:
     """Return whether the save with this lease, renewed `age_s` ago, is over.
 
-    If the process can be looked up from here, that decides; otherwise, the age does. A lease that cannot be
-    parsed is also judged by its age: it must never make a save fail.
+    If its process can be looked up from here, the save is over once that has ended; otherwise, the age of the
+    lease decides. A lease that cannot be parsed is also judged by its age: it must never make a save fail.
     """
     owner = ProcessId.of_lease(text)
     has_ended = None if owner is None else owner.has_ended(observer=observer)
@@ -670,7 +670,7 @@ class RecordDraftStore(DraftStore):
         return draft
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
-        """Write manifest and metadata, check all files, then write the record."""
+        """Write the manifest and metadata, check all files, then write the record."""
         # In this order, one listing checks all files. No record refers to the folder yet.
         self._write_seal(draft, seal)
         expected = {

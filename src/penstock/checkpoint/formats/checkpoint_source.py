@@ -195,7 +195,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Locate the payload in a row's item by the item's `head`; if this is None, use `tensor_bytes`."""
+        """Return the payload's offset in a row's item, found in its `head`; if None, use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None

@@ -3,11 +3,11 @@
 Rank 0 writes both when all files are durable, `.metadata` last. The manifest has an XXH3-128 checksum for
 each item, and the index in columns: a load needs `.metadata` only to verify its checksum. A checksum is 16
 bytes, in the order in which `xxhsum -H2` prints them; it detects damage, not forgery. `.metadata` is written
-with torch's classes, so that stock torch can read it. If there is no manifest, it is read, without torch: no
-code from the file runs, see `restricted_pickle`. Invariants: each byte of a checkpoint is covered exactly
-once, by an item's checksum, as a gap between items (zeros), by the checksum of `.metadata`, or by the
-manifest's own; an index that was read has been checked: every region has one position and is within its
-tensor, and no file name leads out of the checkpoint's folder.
+with torch's classes, so that stock torch can read it. If there is no manifest, the index is read from it, but
+without torch, so no code from the file runs (see `restricted_pickle`). Invariants: each byte of a checkpoint
+is covered exactly once, by an item's checksum, as a gap between items (zeros), by the checksum of
+`.metadata`, or by the manifest's own; an index that was read has been checked: every region has one position
+and is within its tensor, and no file name leads out of the checkpoint's folder.
 """
 
 from __future__ import annotations

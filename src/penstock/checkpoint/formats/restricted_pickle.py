@@ -65,7 +65,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 
 
 def _itself(kind: type) -> Callable[[Any], Any]:
-    """Return a stand-in for a class called with one value of type `kind`, which returns that value."""
+    """Return a stand-in for a class that is called with one value of type `kind`; it returns that value."""
 
     def value(part: Any) -> Any:
         require(type(part) is kind, f"a {kind.__name__} is made of a {type(part).__name__}")

@@ -111,7 +111,7 @@ def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
 
 
 def check_schemes(schemes: Sequence[Scheme]) -> None:
-    """Refuse schemes if some checkpoint would have none, or if two have the same interval."""
+    """Refuse schemes if some checkpoint would have no scheme, or if two have the same interval."""
     intervals = sorted(scheme.every for scheme in schemes)
     if not intervals or intervals[0] != 1:
         raise UsageError(

@@ -110,7 +110,7 @@ class Overhead(_Positive):
 class Daly(_Positive):
     """Save at the interval that loses the least time to saves and failures.
 
-    On average, a failure occurs every `mtbf_s`.
+    On average, a failure occurs every `mtbf_s` seconds.
     """
 
     mtbf_s: float

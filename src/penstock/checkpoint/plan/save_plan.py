@@ -92,7 +92,7 @@ class HeldObject(NamedTuple):
     """A leaf that is not a tensor, or a tensor that is compared.
 
     Quick to pickle, because ranks exchange many. `digest` covers the bytes: ranks with equal digests hold the
-    same.
+    same bytes.
     """
 
     name: str

@@ -158,7 +158,7 @@ class StoredRegions:
     """The positions of a checkpoint's regions in its files, row by row.
 
     An item is what a file holds for one region: an envelope and the payload, which is the region's elements
-    in row-major order. `payload_offset` is counted in the file, or `UNKNOWN`. A `packed` item (behind a
+    in row-major order. `payload_offset` is the offset in the file, or `UNKNOWN`. A `packed` item (behind a
     stream transform, or in an order other than row-major) must be read whole.
     """
 
@@ -533,9 +533,10 @@ def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
 
 
 def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
-    """Cut regions into contiguous parts of at most `limit_bytes`; return each part's row, and the parts.
+    """Cut regions into contiguous parts of at most `limit_bytes`.
 
-    Parts are in the order of the regions, and within each region in the order of memory.
+    Returns the row of the region from which each part was cut, and the parts. These are in the order of the
+    regions, and within each region in the order of memory.
     """
     source = np.arange(len(regions))
     for _ in range(regions.num_dims):

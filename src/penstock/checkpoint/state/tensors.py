@@ -287,7 +287,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
-    """Return, for each optimizer with state, a digest of its parameters' names in numerical order."""
+    """Return, for each optimizer with state, a digest of its parameters' names, ordered by number."""
     optimizers = {
         key: part for key, part in state.items() if isinstance(part, torch.optim.Optimizer) and part.state
     }

@@ -96,7 +96,7 @@ def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
 
 
 def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
-    """Return what is wrong with bytes whose CRC-32 is known, or None: torch never checks its archives."""
+    """Return what is wrong with bytes whose CRC-32 is known, or None. torch never checks this itself."""
     total = 0
     for part in content:
         total = isal_zlib.crc32(part, total)
