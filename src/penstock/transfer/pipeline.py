@@ -58,7 +58,7 @@ class DeferringProducer:
     """A `Producer` that defers some work until its source is released and the caller no longer waits."""
 
     def catch_up(self) -> None:
-        """Wait until all that the calling thread has filled is in buffers; then the source may change."""
+        """Wait until all that the calling thread has filled is in its buffers; then the source may change."""
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Finish what `fill` has deferred.
@@ -205,7 +205,7 @@ class PipelineBuffers:
 
 
 class WorkerGroup:
-    """Up to `num_threads` threads. If one fails, it calls `stop`, which must make the others end soon."""
+    """Up to `num_threads` threads. If one fails, the group calls `stop`, which must end the others soon."""
 
     def __init__(self, num_threads: int, stop: Callable[[], None]) -> None:
         self._stop = stop

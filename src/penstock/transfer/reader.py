@@ -273,7 +273,7 @@ class BlockViewers:
         blocks: Sequence[Block],  # noqa: ARG002 - nobody sees them here
         reuse: Callable[[int], None],
     ) -> Sequence[memoryview] | None:
-        """Prepare for all blocks; return buffers that viewers see, or None to read into the reader's own.
+        """Prepare for all blocks; return buffers that viewers see; None to use the reader's own buffers.
 
         `reuse` is called with the number of each buffer that is free again.
         """
@@ -289,7 +289,7 @@ class BlockViewers:
 
 
 class BlockReader:
-    """Reads some blocks once, in several threads.
+    """Reads a list of blocks, each once, in several threads.
 
     Spans refer by number to `items`, which have the checksums.
     """
