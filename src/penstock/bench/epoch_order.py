@@ -1,8 +1,8 @@
 """The order of the items of an epoch, their division among ranks, and the times of its steps. Pure.
 
 An item is the unit that is handed to ranks: a sample, a file or a row group. Any process can compute any
-position, in O(1) memory. In an epoch, no item is given out twice over all ranks (except those that `pad`
-repeats and counts), and all ranks get the same number of items.
+position, in O(1) memory. In an epoch, each item is given out at most once over all ranks (except those that
+`pad` repeats and counts), and all ranks get the same number of items.
 """
 
 import math
@@ -23,12 +23,12 @@ Positions = NDArray[np.int64]
 
 
 class Remainder(StrEnum):
-    """The treatment of the items that remain if they do not divide evenly among ranks."""
+    """The treatment of items that are left over if they do not divide evenly among ranks."""
 
     ROTATE = "rotate"
     """Each epoch leaves out different items; none is left out of two epochs in a row."""
     DROP = "drop"
-    """The last items are never read, as with DLIO."""
+    """The last items are never read, as in DLIO."""
     PAD = "pad"
     """The first items of the order are repeated at its end."""
     ERROR = "error"
@@ -40,8 +40,8 @@ class EpochOrder:
 
     The items `left_out` are skipped, and positions beyond the last item start over at the first. Runs of
     `run_items` consecutive items are permuted as a whole, so the items of a run keep their order; a shorter
-    last run stays last. `Shuffle.SEED` and `RANDOM` are the same here: the caller draws a random seed, and
-    records it.
+    last run stays last. `Shuffle.SEED` and `RANDOM` are treated alike here: the caller draws a random seed
+    and records it.
     """
 
     __slots__ = ("_left_out", "_num_items", "_num_runs", "_permutation", "_run_items")
@@ -80,7 +80,7 @@ class EpochOrder:
 class EvenDivision:
     """`num_items` divided evenly among `num_places`, each of which takes every `num_places`-th item.
 
-    At any step, the places together are at consecutive positions of the order, as with DLIO.
+    At each step, all places together take consecutive positions of the order, as in DLIO.
     """
 
     num_items: int
@@ -104,7 +104,7 @@ class EvenDivision:
         return -self.num_items % self.num_places if self.remainder is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:
-        """Return the items that no place takes in this epoch, ascending: at most two runs.
+        """Return the items that no place takes in this epoch, as at most two ranges, ascending.
 
         With `rotate`, the items left out are the next `num_left_out` ones each epoch. They are less than half
         of all items, so the next epoch includes what this one leaves out; after about num_items /
@@ -210,7 +210,7 @@ _PREPROCESSING: Final = 1  # separates its draws from those of computation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTimes:
-    """The times of one rank in one phase, drawn for each epoch and step by a counter-based generator.
+    """The emulated times of one rank in one phase, drawn for each step by a counter-based generator.
 
     The same (seed, phase, rank, epoch, step) has the same time in every run, whichever hosts the ranks run on
     and wherever a run resumes.
@@ -222,7 +222,7 @@ class DrawnTimes:
     rank: int
 
     def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
-        """Return the nanoseconds of steps 1 to `num_steps`, drawn in advance so that no step waits for it."""
+        """Return the nanoseconds of steps 1 to `num_steps`, drawn in advance so that no step waits."""
         if self.duration.law is Distribution.FIXED:
             return [round(self.duration.mean_s * 1e9)] * num_steps
         key = self._make_key()

@@ -63,11 +63,11 @@ def evict(
     advance: Callable[[int], None] = lambda _files: None,
     explained: AbstractContextManager[object] | None = None,
 ) -> CacheEviction:
-    """Evict from its node's memory what this rank is about to read. Collective; the same on all ranks.
+    """Evict from memory what this rank is about to read; return the totals of all ranks. Collective.
 
     Another rank on this node may have written a file. Each rank evicts what it will itself read, on the node
     where it will read it, because only that node's cache matters. A file that several ranks read counts once
-    for each of them. If the kernel gives no counts, `assumed_bytes` count as resident; if they are None, this
+    for each of them. If the kernel gives no counts, `assumed_bytes` count as resident; if that is None, this
     raises `Unavailable`. An error passes through `explained` before it is sent to the other ranks.
     """
     files = capabilities.find_local_paths(storage)

@@ -62,9 +62,9 @@ class RunSettings:
 
     The run's folder is created in `results`, unless `run_folder` names the folder itself. `overrides` use
     DLIO's names; `hydra_subfolder` is for DLIO's configuration files ("" for none), and `log_before` has the
-    lines of DLIO's log about what happened before the run. `facts_of` reads the facts of a rank's host;
-    `inspection` is the result of the preflight gates, None if none ran. `pages` build the pages that the
-    package `results` cannot.
+    lines of DLIO's log about what happened before the run. `facts_of` describes a rank's host; `inspection`
+    is the result of the preflight gates, None if none ran. `pages` build the pages that the package `results`
+    cannot build.
     """
 
     results: Path
@@ -93,8 +93,8 @@ class RunSettings:
     ) -> Iterator[tuple[ActiveRun | None, Path]]:
         """Create the run's folder with its record, in which `progress` can be followed. Collective.
 
-        All ranks get the folder, and rank 0 also gets the run, which ends with the block. If the run writes
-        to a local folder, `written`, other processes are kept out of it.
+        All ranks get the folder, and rank 0 also gets the run, which ends when the block ends. If the run
+        writes to a local folder, `written`, other processes are kept out of it.
         """
         hosts = provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
         request = RunRequest(
@@ -160,14 +160,14 @@ class RunSettings:
 
 
 def read_clocks(rank: int, host: str) -> RankClock:
-    """Read both clocks of this host together; a rank's events refer to them."""
+    """Read this host's wall clock and monotonic clock together; a rank's events refer to them."""
     return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
 
 
 def name_run_in_trace(storage: Storage, folder: Path) -> RecordSpan | None:
-    """Write the name of the run in `folder` into the trace of `storage`; None if it is not traced.
+    """Write the name of the run in `folder` into the trace of `storage`.
 
-    Returns the function that records spans in the trace.
+    Returns the function that records spans in the trace; None if `storage` is not traced.
     """
     record_span = find_span_trace(storage)
     if record_span is not None:
@@ -195,8 +195,8 @@ class StepRecorder:
     """One rank's record, used by one thread. Leaving its block writes the remaining rows, even after errors.
 
     Rows are written when `capacity` of them are waiting, `FLUSH_INTERVAL_NS` after the last write, and with
-    every span. This always happens after a step's barrier, so that none of the step's figures include the
-    time. Each write calls `on_flush`, as a sign of life. `record_span`, if given, receives the same events
+    every span. This always happens after a step's barrier, so that none of the step's figures include this
+    work. Each write calls `on_flush`, as a sign of life. `record_span`, if given, receives the same events
     for a trace.
     """
 
@@ -329,7 +329,7 @@ class DeviceObserver:
     def sample(self) -> host_counters.CounterSample | None:
         """Take a sample now; return None if this rank takes none.
 
-        Between two phases, it tells apart what each of them transferred.
+        A sample between two phases separates what each of them transferred.
         """
         return self._sampler.sample() if self._sampler else None
 

@@ -129,7 +129,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Ranks, numbered through tensor parallelism first, then pipeline stages, then replicas, as in DLIO."""
+    """Ranks, numbered along tensor parallelism first, then pipeline stages, then replicas, as in DLIO."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -319,7 +319,10 @@ def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int
 
 
 def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width: int) -> FileGroup:
-    """Return all layers in one file per rank: of the first replica's ranks, or of all with a share each."""
+    """Return one file per rank, with its part of all layers.
+
+    These ranks are the first replica's; with ZeRO stage 3, every rank has a file with its share.
+    """
     if zero_stage < 3:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
@@ -344,7 +347,7 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
 
 
 def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
-    """Return the optimizer's states, divided evenly among all ranks or, without ZeRO, the first replica's."""
+    """Return the optimizer's states, divided evenly among all ranks, or one replica's without ZeRO."""
     num_ranks = mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel
     ranks = np.arange(num_ranks, dtype=np.int64)
     width = OPTIMIZER_STATES * DATATYPE_BYTES[spec.optimizer_datatype]
@@ -354,7 +357,7 @@ def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
 
 
 def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
-    """Yield the files by DLIO's older keys: layers divided by tensor parallelism, and optimizer groups."""
+    """Yield the files that DLIO's older keys describe: the model, its layers and the optimizer's groups."""
     writers = np.arange(
         mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel, dtype=np.int64
     )
@@ -367,7 +370,7 @@ def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[FileGroup]:
-    """Yield one file for each layer if there is a pipeline, otherwise one for all, as for transformers."""
+    """Yield a file for each layer if there is a pipeline but not ZeRO-3, otherwise one for all layers."""
     width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
     if stage == 3 or mesh.pipeline == 1:
         yield _model_file(spec.layer_parameters * num_layers, mesh=mesh, zero_stage=stage, width=width)

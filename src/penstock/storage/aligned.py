@@ -60,7 +60,7 @@ class BufferPool:
     """Aligned buffers of one size, taken and given back by any thread.
 
     Taking never waits, so writers that each hold a buffer cannot deadlock. At most `num_kept` idle buffers
-    stay in memory; the number in use is limited by the users.
+    stay in memory; callers limit the number in use.
     """
 
     def __init__(self, size_bytes: int, num_kept: int) -> None:
@@ -76,6 +76,6 @@ class BufferPool:
         return aligned_buffer(self.size_bytes)
 
     def give_back(self, buffer: memoryview) -> None:
-        """Return `buffer`, which must be complete, to the pool."""
+        """Return `buffer`, exactly as `take` returned it, to the pool."""
         with self._lock:
             self._idle.append(buffer)

@@ -66,11 +66,11 @@ class SupportsDirectAccess(Protocol):
     """A `Storage` on a file system that can also access its files past the page cache."""
 
     def past_cache(self, reads: str | None = None) -> Storage:
-        """Return the same tree past the page cache, for large files, or this storage if that is impossible.
+        """Return a storage of this tree that bypasses the page cache, or itself if that is impossible.
 
-        Files are written under their final names immediately, and the names survive a power failure only
-        after `sync_names`: this is for callers with their own commit. Callers that only read pass the
-        key of a file to read, and then nothing is written to find out what the file system supports.
+        It is for large files and callers with their own commit: files are written under their final names
+        immediately, and the names survive a power failure only after `sync_names`. Callers that only read
+        pass the key of a file to read, and then nothing is written to find out what the file system supports.
         """
 
 
@@ -79,13 +79,13 @@ Deferred = Literal["names", "all"]
 
 @runtime_checkable
 class SupportsDeferredSync(Protocol):
-    """A `Storage` that can leave some work for each finished object to its caller.
+    """A `Storage` that can leave a part of finishing each object to its caller.
 
     For files, that is making their names durable; for objects, comparing their sizes.
     """
 
     def deferring(self, what: Deferred) -> Storage:
-        """Return the same tree without the work `what`; see `defer_sync`."""
+        """Return a storage of this tree that omits the work `what`; see `defer_sync`."""
 
 
 SpanValue = int | float | str
@@ -131,7 +131,7 @@ def find_folder_tree(storage: Storage) -> FolderTree | None:
 
 
 def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Storage:
-    """Return the best access to the same tree for large files that stay invisible until they are committed.
+    """Return the best access to the same tree for large files that stay invisible until the caller commits.
 
     With `reads`, the key of one of the files, the result is for reading only, and nothing is written.
     """
@@ -139,11 +139,11 @@ def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Stora
 
 
 def defer_sync(storage: Storage, what: Deferred) -> Storage:
-    """Return the same storage, without part of the work that makes each finished object durable.
+    """Return the same storage, but leave part of the work that makes objects durable to the caller.
 
     With "names", an object's bytes are durable, and its name survives once the rank that wrote it has called
     `sync_names`. With "all", nothing is durable, which suits notes to other running processes. Object storage
-    does not verify sizes: the caller must compare them with a listing.
+    skips verifying sizes in both cases: the caller must compare them with a listing.
     """
     return storage.deferring(what) if isinstance(storage, SupportsDeferredSync) else storage
 
@@ -160,7 +160,7 @@ def submit_or_run(
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Future[Result]:
-    """Run `work` in another thread, or in this one, which takes longer, if no more can be started."""
+    """Run `work` in another thread, or, if no more threads can be started, in this one, which is slower."""
     try:
         return threads.submit(work, *arguments, **options)
     except RuntimeError:
@@ -173,7 +173,7 @@ def submit_or_run(
 
 
 def no_thread(error: RuntimeError) -> Unavailable:
-    """Return the error if no thread can be started for work that must not block the caller."""
+    """Return the error to raise if no thread can be started for work that must not block the caller."""
     return Unavailable(
         f"No more threads can be started: {error}",
         fix="Raise the job's limit on threads (ulimit -u, the container's pids) or on memory (ulimit -v).",

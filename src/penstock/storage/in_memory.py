@@ -25,7 +25,7 @@ FIRST_CAPACITY_BYTES = 64 * 1024
 
 
 def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
-    """Return a new, empty store. Its objects live as long as it; opening a name twice creates two stores."""
+    """Return a new, empty store, which holds its objects; opening a name twice creates two stores."""
     if location.options:
         raise UsageError("mem:// has no options", where=location.text, fix="Leave out what follows the '?'.")
     return MemoryStorage(location.uri)

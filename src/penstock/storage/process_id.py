@@ -1,7 +1,7 @@
 """The identity of a process, unique even after its end, after a reboot and on other machines.
 
 Leases, presence files and run records contain it, so that what a dead process left behind can be removed.
-Invariant: a process counts as ended only if this process can know it, on the same running kernel and in the
+Invariant: a process counts as ended only if the observer can know it, on the same running kernel and in the
 same PID namespace (containers have their own); in all other cases, the answer is None.
 """
 

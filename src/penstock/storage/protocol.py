@@ -219,7 +219,7 @@ class WrappedSink:
         self.inside = inside
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Submit to the sink inside, which then must call `release`."""
+        """Submit to the sink inside, which must then call `release`."""
         self.inside.submit(buffer, release)
 
     def finish(self) -> ObjectInfo:
@@ -278,8 +278,8 @@ class SupportsWritesAtOnce(Protocol):
         """Write each of these whole objects, by its key; all are durable and visible once this returns.
 
         A buffer may change as soon as the next object is requested. After an error, visible objects are
-        complete and durable, and nothing is left of the others. Files stay open until the end, so pass about
-        a hundred at a time.
+        complete and durable, and nothing is left of the other objects. Files stay open until the end, so pass
+        about a hundred at a time.
         """
 
 

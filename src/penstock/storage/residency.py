@@ -1,4 +1,4 @@
-"""The page cache of this node: how much of a file is in it, reading from it, and evicting files from it.
+"""Measure how much of a file is in this node's page cache, read from the cache, and evict files from it.
 
 Read benchmarks rely on this to start cold. Invariants: every figure is what the kernel reported
 (cachestat, or mincore before Linux 6.5) after the attempt, even if pages cannot be dropped, as on tmpfs.
@@ -94,7 +94,7 @@ def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> tup
 def count_by_mincore(descriptor: int, size_bytes: int) -> tuple[int, int]:
     """Count pages by mincore(2), which maps the file without reading it and returns a byte for each page.
 
-    mincore does not tell which pages are written back, so all are assumed not to be.
+    mincore does not report which pages are dirty, so all are assumed to be.
     """
     states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
     with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:

@@ -52,7 +52,7 @@ def find_room(folder: Path) -> int:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return `path` or its nearest existing parent, without folders that this user may not look into."""
+    """Return `path` or its nearest existing parent that this user can see."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 

@@ -93,7 +93,7 @@ def load(
     progress: Progress | None = None,
     dask: str = "",
 ) -> TraceRun:
-    """Open traces: a name, glob, folder or table, several of these, or a mapping of runs to any of these.
+    """Open traces: a name, glob, folder or table, several of these, or a mapping of run names to these.
 
     `where` is an SQL expression over the events' columns, such as `"path LIKE '%checkpoint%' AND op =
     'write'"`; only matching events are kept in memory. `rank_pattern` is a regular expression whose first

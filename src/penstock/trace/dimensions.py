@@ -49,10 +49,9 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
 
 Calls that create, await and end a `process` are not I/O, although tracers list them as such. `wait` (for
 data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is not I/O, although I/O
-may be its cause; a `loop` contains all of them. In traces of PyTorch's profiler, kernels of devices and
-operators are computation, and two annotations are recognized: a DataLoader's wait, and a step. Other
-annotations have no phase, because they may contain anything; copies to and from a device are neither
-computation nor storage.
+may be its cause; a `loop` contains all of them. In traces of PyTorch's profiler, device kernels and operators
+are computation, and two annotations are recognized: a DataLoader's wait, and a step. Other annotations have
+no phase, because they may contain anything; copies to and from a device are neither computation nor storage.
 """
 
 
@@ -62,7 +61,7 @@ NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop', 'proces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Tiers by path prefix (the longest counts), file classes by regular expression on the base name, phases.
+    """Tiers by path prefix (the longest wins), file classes by regular expression on the base name, phases.
 
     The class of a file that matches none is its base name without digits and dashes. Rules of phases are
     tried in order.
@@ -111,7 +110,7 @@ class Dimensions:
 
 
 def parse_phase(text: str) -> PhaseRule:
-    """Parse a rule of the command line: `flush=name~flush,cat=POSIX`."""
+    """Parse a phase rule from the command line: `flush=name~flush,cat=POSIX`."""
     phase, equals, rest = text.partition("=")
     phase, conditions = phase.strip(), tuple(part.strip() for part in rest.split(",") if part.strip())
     if not equals or not phase or not conditions:
@@ -122,7 +121,7 @@ def parse_phase(text: str) -> PhaseRule:
 
 
 def parse_tier(text: str) -> tuple[str, str]:
-    """Parse a tier of the command line: `ssd=/l/ssd`."""
+    """Parse a tier from the command line: `ssd=/l/ssd`."""
     name, equals, prefix = text.partition("=")
     if not equals or not name or not prefix.startswith("/"):
         raise UsageError(f"{text!r} is not a tier", fix="Example: --tier ssd=/l/ssd.")
@@ -237,7 +236,7 @@ IS_RUNTIME: Final = _is_runtime_sql()
 class EventsView:
     """Events with the columns of the event schema and the derived columns, on a connection.
 
-    `most_rows` is the number of rows that answers need; of the others, they need only the number.
+    `most_rows` is the number of rows that answers show; further rows are only counted.
     """
 
     connection: duckdb.DuckDBPyConnection

@@ -84,7 +84,7 @@ longer word.
 
 
 def fix_sql(error: Exception, sql: str, usual: str) -> str:
-    """Return the fix for an error in a user's SQL: `offset` is a column, and also a word of SQL."""
+    """Return the fix for an error in a user's SQL: `offset` is a column, and also an SQL keyword."""
     is_bare = re.search(r'(?<!["\w])offset(?!["\w])', sql, re.IGNORECASE)
     return 'Quote the column: "offset".' if is_bare and "syntax error" in str(error) else usual
 
@@ -290,7 +290,7 @@ def spellings_of(operations: Iterable[str]) -> list[str]:
 
 
 def batch_rows(rows: Iterator[Mapping[str, Any]], file: TraceFile) -> Iterator[pa.RecordBatch]:
-    """Batch rows that Python parsed. Each row has at least the columns that must not be missing."""
+    """Batch rows that Python parsed. Each row has at least the required columns."""
     while gathered := list(islice(rows, _BATCH_ROWS)):
         filled: dict[str, list[Any]] = {name: [row.get(name) for row in gathered] for name in SCHEMA.names}
         filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in gathered]

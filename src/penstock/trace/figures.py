@@ -151,7 +151,7 @@ def bandwidth(axis: TimeAxis) -> Answer:
 
 
 def rank_cells(axis: TimeAxis) -> Answer:
-    """Return bytes and busy time by rank and bucket; of many ranks, several adjacent ones share a row.
+    """Return bytes and busy time by rank and bucket; if there are many ranks, adjacent ones share a row.
 
     Busy time is the time in which a rank had at least one call in progress; a row of several ranks has their
     sum.
@@ -246,7 +246,7 @@ def metadata_calls(axis: TimeAxis) -> Answer:
 
 
 PIXELS: Final = 1000
-"""The columns of a drawing: calls that begin and end in the same columns are one bar."""
+"""The number of columns of a drawing: calls that begin and end in the same columns are one bar."""
 MOST_LANES: Final = 48
 MOST_BARS: Final = 12_000
 OFFSET_ROWS: Final = 120
@@ -314,7 +314,7 @@ Bars = list[list[Any]]
 
 
 def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
-    """Merge bars of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
+    """Merge bars of one lane and kind closer than `gap_us`, which doubles until at most `most` remain."""
     bars = _merge(rows, gap_us)
     while len(bars) > most and gap_us < span_us:
         gap_us *= 2
@@ -389,7 +389,7 @@ MOST_FILES: Final = 12
 
 
 def size_bins(events: EventsView) -> Answer:
-    """Return transfers and bytes between powers of two, by run and direction; 0 bytes have a bin, too."""
+    """Return transfers and bytes in bins of size, by run and direction: powers of two, and a bin for 0."""
     rows = events.ask(f"""
         SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS kind,
                CASE WHEN size_bytes > 0 THEN (2 ** floor(log2(size_bytes)))::BIGINT ELSE 0 END AS from_bytes,

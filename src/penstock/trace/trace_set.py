@@ -289,7 +289,7 @@ def bound_query(
 
     DuckDB's own limit does not count the texts and lists that functions build.
     """
-    with _ONE_QUERY:  # The limit is the process's.
+    with _ONE_QUERY:  # the limit applies to the whole process
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         pages = int(Path("/proc/self/statm").read_text().split()[5])
         most = pages * resource.getpagesize() + _QUERY_BYTES
@@ -441,7 +441,7 @@ def read_facts(path: Path) -> EventTableFacts | None:
 
 @contextmanager
 def _explained(place: str) -> Iterator[None]:
-    """Convert what the system refuses to DuckDB, which writes to `place`, to a `StorageError`."""
+    """Convert DuckDB's I/O errors in the block, in which it writes to `place`, to a `StorageError`."""
     try:
         yield
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
@@ -683,7 +683,7 @@ def _read_with_dask(
 
 @contextmanager
 def _local_processes(num_files: int) -> Iterator[ProcessPoolExecutor]:
-    """Start at most one process for each core and file; all end with the body, even while at work."""
+    """Start at most one process for each core and file; all end with the block, even while they work."""
     num_processes = max(1, min(len(os.sched_getaffinity(0)), num_files))
     workers = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
     try:

@@ -43,8 +43,8 @@ PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 MOST_NOTES_PER_S: Final = 100
-"""The most notes of all ranks together. In a large job, each rank therefore notes its bytes less often than
-every second.
+"""The most notes per second of all ranks together. In a large job, each rank therefore notes its bytes less
+often than every second.
 """
 SIGN_INTERVAL_S: Final = 10.0
 BUCKET_S: Final = 0.05
@@ -121,7 +121,7 @@ class RoundProgress(Progress):
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
         """Return this rank's bytes over the time of the last round, in at most `MOST_BUCKETS` intervals.
 
-        The last one ends with the last bytes; a remainder of less than half an interval belongs to it.
+        The last interval ends with the last bytes; it absorbs a remainder of less than half an interval.
         """
         # Whole chunks are counted, so the last one of a file may overshoot.
         scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
@@ -280,7 +280,7 @@ _UNITS: Final = {"write": "written_bytes", "read": "read_bytes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRunner:
-    """Runs the rounds of one rank. To read, a rank takes the files of the rank `shift` places after it."""
+    """Runs the rounds of one rank. A read takes the files of the rank that is `shift` places further on."""
 
     comm: Comm
     layout: StateLayout

@@ -73,7 +73,7 @@ class CheckpointShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedStep:
-    """One complete checkpoint. `ended_at_s` is by the wall clock of rank 0 of the run that wrote it."""
+    """One complete checkpoint. `ended_at_s` is a time of rank 0's wall clock, in the run that wrote it."""
 
     step: int
     ended_at_s: float
@@ -125,7 +125,7 @@ _SEED_BITS = 63
 def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> tuple[tuple[CheckpointRound, ...], int, CheckpointMarker | None]:
-    """Read the marker, remove what will be replaced, and plan the rounds; the same on all ranks.
+    """Read the marker, remove what will be replaced, and plan the same rounds on all ranks.
 
     Returns the rounds, the seed, and the marker of earlier checkpoints that are kept and used, if there are
     any.
@@ -294,7 +294,7 @@ class CheckpointRequest(RunSettings):
 
 
 def change_checkpoint_section(model: CheckpointModel, **changes: object) -> CheckpointModel:
-    """Return the model with these values in its workload's section `checkpoint`. None changes nothing."""
+    """Return the model with `changes` to its workload's section `checkpoint`; values of None are ignored."""
     given = {name: value for name, value in changes.items() if value is not None}
     if "mode" in given:
         given["mode"] = CheckpointMode(str(given["mode"]))
@@ -316,7 +316,7 @@ def run_checkpoints(
 ) -> CheckpointResult:
     """Write and read as the request's workload says. Returns the same result on every rank.
 
-    A run that neither writes nor removes checkpoints may share the folder with others of its kind.
+    A run that neither writes nor removes checkpoints may share the folder with other such runs.
     """
     changes = bool(request.model.workload.checkpoint.num_checkpoints_write) or request.removes
     lock = locked_folder(find_local_root(reopen()), alone=changes)

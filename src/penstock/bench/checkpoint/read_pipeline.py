@@ -1,8 +1,9 @@
 """The read pipeline: storage -> buffers -> verifier, several requests at once, with timestamps.
 
 Streams share the chunks of all objects. An equal number of threads verify these chunks while the next ones
-are read. Only the benchmark uses it: a load verifies in the threads that read (`transfer.reader`). Invariant:
-a phase that returns has read every planned byte, and its measurement lists the wrong bytes.
+are read. Only the benchmark uses it: loading a checkpoint verifies in the reading threads
+(`transfer.reader`). Invariant: a phase that returns has read every planned byte, and its measurement lists
+the wrong bytes.
 """
 
 from __future__ import annotations

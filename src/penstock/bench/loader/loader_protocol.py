@@ -27,7 +27,7 @@ OpenStorage = Callable[[], "Storage"]
 class ReadRequest:
     """One range of one object, up to the object's end if `size_bytes` is None.
 
-    `expected_bytes` is the object's size.
+    `expected_bytes` is the object's size; None if it is unknown.
     """
 
     key: str
@@ -40,7 +40,7 @@ class ReadRequest:
 class BlockRequest:
     """Samples of one file, decoded when all their ranges have been read.
 
-    `survey` is what looking into the file found.
+    `survey` is what was found when the file was opened.
     """
 
     reads: tuple[ReadRequest, ...]
@@ -104,8 +104,8 @@ class ContentCheck(StrEnum):
 class FormatDecoder:
     """Decodes samples from the bytes read, in the process that read them, and checks some of them.
 
-    The samples are compared with what their generator produced. They are copied out of the loader's buffers,
-    as a trainer would need them, and then dropped. A decoder can be pickled.
+    Checked samples are compared with what their generator produced. All samples are copied out of the
+    loader's buffers, as a trainer would need them, and then dropped. A decoder can be pickled.
     """
 
     kind: FileFormat
@@ -134,13 +134,13 @@ class FormatDecoder:
 
 
 class Loader(Protocol):
-    """Feeds one rank.
+    """Feeds batches to one rank.
 
     `epoch` is called once per epoch, `close` at the end; workers live until then.
     """
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """Yield the batches of one epoch, in order; raise a failed request's error at its batch."""
+        """Yield the batches of one epoch, in order; raise a failed request's error in place of its batch."""
 
     @property
     def counters(self) -> Counters:

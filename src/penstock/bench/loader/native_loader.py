@@ -301,7 +301,7 @@ _Work = ReadRequest | BlockRequest | int
 
 
 def _preprocess(duration_ns: int, totals: Batch) -> None:
-    """Emulate preprocessing for this long. The thread reads nothing meanwhile, like a worker of DLIO."""
+    """Emulate preprocessing for this long. The thread reads nothing meanwhile, like a DLIO worker."""
     began_ns = time.monotonic_ns()
     time.sleep(duration_ns / 1e9)
     totals.decode_ns += time.monotonic_ns() - began_ns

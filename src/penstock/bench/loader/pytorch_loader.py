@@ -48,8 +48,8 @@ class PytorchOptions:
     """Settings. A worker reads one request at a time; with `workers` of 0, the rank itself reads.
 
     `sample_bytes` is a sample's size when it arrives at the trainer. `prefetch_batches` is divided by the
-    number of workers and rounded up; torch's minimum is one batch per worker. With `pin_memory`, memory is
-    pinned if there is CUDA.
+    number of workers and rounded up; torch's minimum is one batch per worker. `pin_memory` has an effect only
+    if CUDA is available.
     """
 
     workers: int
@@ -190,7 +190,7 @@ class PytorchLoader:
 
     @contextmanager
     def _explained_deaths(self) -> Iterator[None]:
-        """Name the worker that died when torch notices a death, by its own error or by a broken pipe."""
+        """Name the worker that died if torch notices a death, by its own error or by a broken pipe."""
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
@@ -266,7 +266,7 @@ class _Reads(Dataset[_Arrival]):
             self._reader.close()
 
     def _change(self, open_storage: OpenStorage) -> Batch:
-        """Open another storage, and close what was open of the previous one."""
+        """Open another storage, and close the file that is open in the previous one."""
         self.close()
         self._storage = open_storage()
         if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
@@ -286,7 +286,7 @@ class _Reads(Dataset[_Arrival]):
         return served
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
-        """Return a tensor as large as the batch's decoded samples; a worker's is sent in shared memory."""
+        """Return a tensor as large as the batch's decoded samples; workers send it in shared memory."""
         if not num_samples:
             return None
         if self._sample is None:
@@ -332,7 +332,7 @@ def worker_context(start: ProcessStart) -> BaseContext:
 
     Workers look at torch's end-of-work event between batches. A `multiprocessing.Event` has a lock: a worker
     that is killed while it holds the lock leaves it locked, and torch, which has noticed the death, then
-    waits for the lock.
+    waits for the lock forever.
     """
     context = copy.copy(multiprocessing.get_context(start.value))
     context.Event = lambda: _LockFreeEvent(context.RawValue("b", 0))  # type: ignore[method-assign, assignment, return-value]
@@ -382,7 +382,7 @@ def _end_with_the_rank(rank_pid: int) -> None:
 
 
 def _leave_the_rank() -> None:
-    """In a forked worker: drop the rank's sockets and its end-of-process handling.
+    """Drop the rank's sockets and its end-of-process handling in a forked worker.
 
     Other ranks and the supervisor notice a rank's end by its sockets, so a worker must not hold them open.
     Their descriptor numbers stay taken, so that an object of the rank that is closed later does not close a
@@ -411,7 +411,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _require_forkable(storage: Storage) -> None:
-    """Refuse clients that would hang: their threads are in the rank, and fork copies only the calling one."""
+    """Refuse clients that would hang in forked workers: fork copies only the thread that calls it."""
     client = storage.options.get("client", _PURE_PYTHON_CLIENT)
     if client != _PURE_PYTHON_CLIENT:
         raise UsageError(

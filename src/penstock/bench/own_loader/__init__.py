@@ -26,9 +26,10 @@ def measure_loader(
 ) -> TrainingResult:
     """Measure the loader that `factory` returns, on one rank, as `penstock training run --loader` would.
 
-    `step` is the seconds that each step computes, or a function that is called with the batch. `data` is the
-    URI of the data that the loader reads; it is evicted from the page cache before each epoch. `trials` are
-    changes such as `workers=8`. The result's `stages.waits` divides the waiting time among its causes.
+    `step` is the number of seconds that each step computes, or a function that is called with the batch.
+    `data` is the URI of the data that the loader reads; it is evicted from the page cache before each epoch.
+    `trials` are changes such as `workers=8`. The result's `stages.waits` divides the waiting time among its
+    causes.
     """
     # Workers import the package but need none of this.
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader  # noqa: PLC0415

@@ -64,7 +64,7 @@ def read_open_proc(file: int) -> str:
 
 
 def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]:
-    """Return the kernel's counts of a process's reads, minus those of some threads and of the measurement."""
+    """Return the kernel's counts of a process's reads, except those of `without` and of the measurement."""
     own_reads = _own_reads.copy() if process == os.getpid() else Counter[str]()
     found: Counter[str] = Counter()
     for path, counts in (("io", 1), *((f"task/{thread}/io", -1) for thread in without)):
@@ -207,8 +207,8 @@ _MESSENGERS: Final = ("QueueFeeder", "(_serve)")
 class FetchProbe:
     """Times the fetches of the thread that created it, and passes each record to `keep`.
 
-    Reading the time takes about 0.5 us, reading each of the kernel's clocks 1 us; a batch needs two readings
-    of all.
+    Reading the time takes about 0.5 us, reading each of the kernel's clocks 1 us; every clock is read twice
+    for each batch.
     """
 
     def __init__(self, keep: Callable[[Fetch], object]) -> None:

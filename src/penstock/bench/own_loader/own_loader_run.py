@@ -108,7 +108,7 @@ def _measure_and_try(
     folder: Path,
     heartbeat: Callable[[], None],
 ) -> tuple[Stages, Workload]:
-    """Measure, then try each change. Afterwards, the steps are in the folder's spools."""
+    """Measure the loader, then each trial. Afterwards, the steps are in the folder's spools."""
     storage = request.data or MemoryStorage()
     measured = _Measurement(request, comm, progress)
     with (
@@ -271,7 +271,7 @@ class _Measurement:
         return _emulated_step(times)
 
     def _evict(self) -> CacheEviction | None:
-        """Evict what the loader reads from the page cache, once per host; None if it was not named."""
+        """Evict the data that the loader reads, once per host; None if unnamed or never cached."""
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None
@@ -342,8 +342,8 @@ class EpochLoop:
     """The timed loop of one rank: wait for a batch, let the step consume it, wait for the other ranks.
 
     The wait of an epoch's first step begins before the iterator is created, as it does for a trainer.
-    `read_bytes` returns the bytes read so far; steps are recorded in groups, whose bytes are divided equally
-    among them.
+    `read_bytes` returns the bytes read so far. Steps are recorded in groups, and the bytes read during a
+    group are divided equally among its steps.
     """
 
     comm: Comm

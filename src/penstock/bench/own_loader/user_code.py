@@ -36,7 +36,7 @@ def names_user_code(text: str) -> bool:
 
 
 def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
-    """Import the callable that MODULE:NAME names. `where` is the option that contains it."""
+    """Import the callable that MODULE:NAME names. `where` is the option that names it, for errors."""
     module_name, _, name = text.partition(":")
     if not names_user_code(text):
         raise UsageError(f"{text!r} does not name a callable", where=where, fix="Write MODULE:NAME.")
@@ -94,7 +94,10 @@ def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedLoader:
-    """The user's loader and step by name, for ranks and records. Values of None are found in the batches."""
+    """The user's loader and step, by name, for other ranks and for records.
+
+    If `batch_size` is None, the batches show it.
+    """
 
     name: str
     step: str | None = None
@@ -153,7 +156,7 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 
 
 class SampleCounter:
-    """Counts the samples of a loader's batches, by the array that contained them in the first batch.
+    """Counts the samples of a loader's batches, in the array that contained them in the first batch.
 
     `batch_size` is the loader's own, if it has one: it distinguishes a pair of arrays from two samples.
     """
@@ -201,7 +204,7 @@ def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples: the first array's first dimension, or the batch's length; or None."""
+    """Return the first array's first dimension, or else the batch's length; None if it has neither."""
     return next(_dimensions(batch, 0), None)
 
 
@@ -266,7 +269,7 @@ def is_dead_worker(error: BaseException) -> bool:
 
 
 def explain_code(error: BaseException, who: str, when: str) -> StorageError:
-    """Return an error in the user's code, with its innermost line."""
+    """Return the error to report if the user's code fails, with the innermost line of that code."""
     message, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
         f"{f'{who} failed {when}'.rstrip()}: {message if message.startswith(kind) else f'{kind}: {message}'}",

@@ -96,8 +96,8 @@ class OfferedLoad:
     Latencies count from when an operation was due; `service_p50_ms` counts from when it began. `lag_p99_ms`
     is how late this host began operations although a slot was free; `storage_p99_ms` is the p99 of the
     latency without this delay, but with the wait for a slot. `slots_busy` is the share of operations that
-    found no slot free; `gib_per_s` counts completed operations. `growth` is the growth of the latency per
-    second, because the storage falls behind.
+    found no slot free; `gib_per_s` counts completed operations. `growth` is how much the latency grows per
+    second because the storage falls behind.
     """
 
     offered_per_s: float
@@ -171,10 +171,10 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 
 
 def _growth(operations: Operations) -> float:
-    """Return the growth of latency per time, from the medians of the first and last quarter to ignore stalls.
+    """Return how fast latency grows, from the medians of the first and last quarter, which ignore stalls.
 
     While storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
-    For abandoned operations, the share that never began shows the same.
+    If operations were abandoned, the share that never began is the same figure.
     """
     due, latencies = operations["due"], operations["ended"] - operations["due"]
     never = float(np.mean(operations["begun"] == operations["ended"]))
@@ -226,7 +226,7 @@ def holds(point: OfferedLoad, light: OfferedLoad) -> bool:
 
 
 def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
-    """Return the highest load that held, below the lowest that did not; None if not even light load held."""
+    """Return the highest load that held, below the lowest that did not; None if even light load failed."""
     if not points:
         return None
     holding, failing_per_s = _split(points)
@@ -260,8 +260,9 @@ def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
 def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
     """Return the next rate to offer; None once the knee is known.
 
-    Rates climb a ladder until one does not hold, and then fall between known ones. A rate that fell slightly
-    behind is offered again, so that a hiccup of the host does not become the knee.
+    Rates climb a ladder until one does not hold; each further rate lies below the lowest that did not hold,
+    and above the highest that held, if any did. A rate at which the storage fell slightly behind is offered
+    again, so that a hiccup of the host does not become the knee.
     """
     if not points:
         return LIGHT * closed_loop_per_s
@@ -284,13 +285,13 @@ def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float 
 
 
 def find_steady_state(rounds: Sequence[float]) -> tuple[bool, int, float, float]:
-    """Return whether there is a steady state, its first round, and the rates from then on and before.
+    """Return whether there is a steady state, its first round, and the mean rates from it on and before it.
 
     This is the test of SNIA's performance test specification, on the last five rounds, all equally long:
     their range must be at most 20 % of their mean, and a line fitted to them may rise or fall by at most 10 %
-    of it. The steady state also includes the rounds before them that are within 20 % of that mean. Rounds
-    before the steady state are another phase: a cache that fills, burst credit that is spent, or a slow
-    start.
+    of that mean. The steady state also includes the rounds before them that are within 20 % of that mean.
+    Rounds before the steady state are another phase: a cache that fills, burst credit that is spent, or a
+    slow start.
     """
     window = np.asarray(rounds[-_ROUNDS:])
     mean = float(window.mean())

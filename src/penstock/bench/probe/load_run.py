@@ -78,7 +78,7 @@ class Saturation:
     """The closed loop: the allowed number of operations is in flight all the time.
 
     The rate and latencies are those of the steady state; `first_seconds` is the time before it, if any, which
-    had another rate.
+    had a different rate.
     """
 
     operations_per_s: float
@@ -133,7 +133,7 @@ def measure_load(
     comm: Comm,
     progress: Progress,
 ) -> LoadResult:
-    """Write `size_bytes` of data to read, find the storage's highest rate, then the knee."""
+    """Write `size_bytes` of data, then find the highest rate and the knee of operations on it."""
     notes = []
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
         # The kernel's own message would be "Invalid argument", and nothing more.
@@ -209,7 +209,7 @@ def measure_load(
 def _fill(
     load: LoadRequest, key: str, place: ProbeFolder, size_bytes: int, *, comm: Comm, progress: Progress
 ) -> int:
-    """Write this rank's object. Its size is a multiple of both the load's block and the block of writing."""
+    """Write this rank's object. Its size is a multiple of the block that fills it and of the load's block."""
     step_bytes = max(_FILL_BLOCK_BYTES, load.block_bytes)
     step_bytes -= step_bytes % load.block_bytes
     num_blocks = max(1, size_bytes // step_bytes)
@@ -229,7 +229,7 @@ def _fill(
 
 
 def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
-    """Run pieces of a closed loop until the storage is in a steady state or the time is up."""
+    """Run a closed loop, piece by piece, until the storage is in a steady state or the time is up."""
     pieces: list[Operations] = []
     rounds: list[float] = []
     seconds = 0.0
@@ -248,7 +248,7 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
             break
     operations = np.concatenate(pieces)
     ended, first_s = operations["ended"], begins * round_s
-    # No operations, if the storage did not respond until the end.
+    # Empty if the storage did not respond until the end.
     steady = due_between(operations, round(first_s * NS), round(seconds * NS))
     rate = steady_rate or operations.size / (float(ended.max()) / NS)
     p50, p99 = np.percentile(steady["ended"] - steady["due"], (50, 99)) / 1e6
@@ -307,7 +307,7 @@ class LoadLoop:
         """Perform one load, and gather the operations of all ranks. If a thread fails, all stop.
 
         `due_ns` is the schedule, None for a closed loop. Operations that have not begun shortly after the end
-        are abandoned; the delay is for operations that are merely late.
+        are abandoned; those that are merely late can still begin.
         """
         grace_s = 0.0 if due_ns is None else min(1.0, 0.25 * seconds)
         stop_ns, slots = round((seconds + grace_s) * NS), self.load.depth

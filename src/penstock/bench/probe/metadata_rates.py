@@ -1,9 +1,9 @@
 """Measure how many files threads create, look up, list and delete per second.
 
 File systems are measured by plain system calls, one per file, as in mdtest: an empty file is created and
-closed but not made durable, and each thread has its own folder. Other storages are called through their
-protocol. Collective: every rank does the same; a rate is the number of all ranks' files divided by the time
-of the slowest rank.
+closed but not made durable, and each thread has its own folder. Other storages are called through the storage
+protocol. Collective: every rank makes the same calls; a rate is the number of all ranks' files divided by the
+time of the slowest rank.
 """
 
 import os

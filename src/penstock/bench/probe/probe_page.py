@@ -71,7 +71,7 @@ def _say_place(result: ProbeResult) -> str:
 
 
 def _best_over_time(result: ProbeResult) -> Section:
-    """Return the fastest read and write over time, which shows a cache that fills or credit that is spent."""
+    """Return the fastest read and write over time, which shows a full cache or spent burst credit."""
     charts = []
     for op, tone in _SEQUENTIAL.items():
         fastest = best(result, op)
@@ -117,8 +117,8 @@ def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
     """Return the bytes per second that a workload can expect, and the measurement that shows it.
 
     This is the rate of random reads if each file holds one sample that is smaller than the smallest measured
-    block, otherwise that of sequential reads. Without measured reads, it is the read part of the highest
-    knee; 0 if there is none.
+    block, otherwise that of sequential reads. Without measured reads, it is the rate of the reads at the
+    highest knee; 0 if there is none.
     """
     dataset = workload.dataset
     reads = _of(result, "read")

@@ -106,8 +106,8 @@ def probe_locations(uri: str) -> tuple[Location, ...]:
 def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[tuple[ProbeStep, ...], ...]:
     """Return all steps of one mode, in groups that share a set of files.
 
-    The first step of a group writes the files, the others read them, and then they are removed, so that a
-    probe never occupies more than one `size_bytes` on disk.
+    The first step of a group writes the files, the other steps read them, and then the files are removed, so
+    that a probe never occupies more than one `size_bytes` on disk.
     """
     share_bytes, most = max(1, request.size_bytes // num_ranks), max(request.streams)
     groups = []
@@ -148,7 +148,7 @@ class ProbeResult:
     """All measurements of one probe, with the storage options of each mode and the storages' counters.
 
     `size_bytes` is the requested size; each measurement has the bytes that it transferred, and `notes`
-    explain why they are others. `place` is when and where the probe ran: time, version, kernel, and the mount
+    explain any difference. `place` is when and where the probe ran: time, version, kernel, and the mount
     of a local folder.
     """
 
@@ -223,7 +223,7 @@ def probe_in_folder(
     progress: Progress,
     keep: Callable[[ProbeResult], object] = lambda _: None,
 ) -> ProbeResult:
-    """Run the probe in a run folder, in which others can follow it and its result is kept. Collective."""
+    """Run the probe in a run folder, where it can be followed and its result is kept. Collective."""
     access = {"access": {"to": request.uri, "storage": dict(options)}}
     with settings.open_run(
         Workload(name="storage-probe"),
@@ -349,7 +349,7 @@ def _probe_location(
 def _measure_all(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
-    """Measure every step. The first runs once beforehand, uncounted: memory not used lately is slow.
+    """Measure every step. The first also runs once beforehand, uncounted: memory not used lately is slow.
 
     The files of the uncounted run are removed at once, so that the timed write gets the same memory, now
     warm.
@@ -367,7 +367,7 @@ def _measure_all(
 def _measure_repeatedly(
     step: ProbeStep, place: ProbeFolder, max_seconds: float, *, comm: Comm, progress: Progress
 ) -> ProbeMeasurement:
-    """Return the median of up to three reads with a common time limit, or one write, which needs new files.
+    """Return the median of up to three reads within one time limit; a write needs new files, so it runs once.
 
     A single short measurement is noisy, and the best of several is biased upward.
     """
@@ -386,7 +386,7 @@ def _measure_repeatedly(
 def _calibrate(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> tuple[int, bool]:
-    """Estimate what one stream per rank transfers in `max_seconds` by a short write, which also warms up.
+    """Estimate from a short write, which also warms up, what one stream per rank moves in `max_seconds`.
 
     Also return whether the written files stay in memory even after they are evicted.
     """
@@ -487,7 +487,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
     """Time one step.
 
-    Collective. A step that reads needs the step that wrote to have run in the same place.
+    Collective. Before a step that reads, the step that writes its files must have run in `place`.
     """
     phase = _name(step)
     progress.begin(phase, step.size_bytes)

@@ -212,7 +212,7 @@ class StreamTimes:
 
 
 _SHOWN_BYTES: Final = 4 << 20
-"""Followers need only a few updates per second, and one update costs as much as a small read."""
+"""Progress is updated after this many bytes, because one update costs as much as a small read."""
 
 
 class _Watch:
@@ -295,7 +295,7 @@ def write(task: StreamTask) -> StreamTimes:
 
 
 def _repeat(task: StreamTask, move: Callable[[int, memoryview], object]) -> StreamTimes:
-    """Do one operation after another in the same buffer, which has new content before each write."""
+    """Perform one operation after another with one buffer, which gets new content before each write."""
     watch, buffer = _Watch(task), task.blocks.views[0]
     for operation in range(task.step.blocks_per_stream):
         if "read" not in task.step.op:

@@ -152,7 +152,7 @@ class BatchPlanner:
             yield position, BlockRequest(tuple(together), plan, survey, samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
-        """Divide files that are read front to back into pieces that one sequential read holds."""
+        """Divide blocks of files that are read front to back, so that one read covers each part."""
         for position, number, samples in blocks:
             if not self._is_stream:
                 yield position, number, samples
@@ -231,7 +231,7 @@ def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
 
 
 def plan_ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:
-    """Yield the same requests, planned on a separate thread up to `depth` ahead.
+    """Yield `requests`, which a separate thread plans up to `depth` ahead.
 
     Planning then takes place while the rank computes, as with the workers of other loaders.
     """

@@ -167,7 +167,7 @@ class TrainingCheckpoints:
         self._taken.append(self._runner.run(checkpoint, last=self._num_due))
 
     def document(self) -> dict[str, Any]:
-        """Return all checkpoints written, as plain data. Each lasts until all ranks' files are durable."""
+        """Return the totals of all checkpoints, as plain data; their times include making files durable."""
         duration_s = sum(figures.phase.duration_s for figures in self._taken)
         bytes_each = self._layout.total_bytes
         rate = bytes_each * len(self._taken) / duration_s / GIB if duration_s else None

@@ -1,6 +1,6 @@
 """The files of a training run: their names and sizes, and a check that they exist.
 
-They are opened once per run, before planning. File sizes are checked only if a manifest of ours has them; of
+They are opened once per run, before planning. File sizes are checked only if a Penstock manifest has them; of
 external data sets, only the names are known. One missing file fails the run on all ranks before its first
 step.
 """
@@ -235,7 +235,7 @@ def _look_up(
     def missing_key(place: int) -> str | None:
         """Return the first missing key of a file, or None.
 
-        Training files have the first places, evaluation files the next.
+        Places count the training files first, then the evaluation files.
         """
         is_training = place < files.num_train
         phase = StepPhase.TRAIN if is_training else StepPhase.EVAL

@@ -226,7 +226,7 @@ LONGEST_S: Final = 3.0
 FEWEST_STEPS: Final = 8
 MOST_STEPS: Final = 200
 _KNOWN_FILES: Final = 1 << 16
-"""Files surveyed before the harness limit that are remembered, so that none is surveyed during it."""
+"""The number of surveyed files to remember, so that measuring the harness limit surveys none again."""
 
 
 def count_limit_steps(compute_s: float, num_steps: int) -> int:

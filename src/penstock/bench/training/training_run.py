@@ -81,7 +81,7 @@ class TrainingRequest(RunSettings):
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
-    """Return `seed` or, if None, a random one if shuffling is random, else the workload's. Collective."""
+    """Return `seed`; if it is None, a random seed for random shuffling, else the workload's. Collective."""
     if seed is not None:
         return seed
     if enums.Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):

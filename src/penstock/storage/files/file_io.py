@@ -1,10 +1,10 @@
-"""Bytes between open files and buffers, and new files: written under a hidden name, made durable, then named.
+"""Transfer bytes between files and buffers; write new files under a hidden name, sync, then name them.
 
 From the bottom up: `move_whole` continues short transfers and returns only when every byte is transferred; a
 `WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the kernel
-unchanged or, for direct I/O (O_DIRECT), only whole aligned blocks of it. The rest is copied through an
-aligned bounce buffer, counted as "direct-unaligned", so that address, offset and length of every call are
-aligned; a file's last block is padded, then the file is truncated. Invariant of `FileSink` and
+unchanged or, for direct I/O (O_DIRECT), only whole aligned blocks of it. The rest of the buffer is copied
+through an aligned bounce buffer, counted as "direct-unaligned", so that address, offset and length of every
+call are aligned; a file's last block is padded, then the file is truncated. Invariant of `FileSink` and
 `write_together`: a name appears atomically, after all bytes of its file are durable, so a crash leaves only
 complete files and hidden ones.
 """
@@ -440,8 +440,9 @@ def write_together(
     """Write small files one by one and make them durable together, for a fraction of the cost.
 
     An fsync commits whatever is new in the file system's journal. All bytes, and the changes that they cause
-    in the journal, are on their way to the disk before the first fsync, so its commit serves the others as
-    well. Each file gets its name after its own fsync. A buffer may be reused once the next file is requested.
+    in the journal, are on their way to the disk before the first fsync, so its commit serves the other files
+    as well. Each file gets its name after its own fsync. A buffer may be reused once the next file is
+    requested.
     """
     files: list[NewFile] = []
     try:

@@ -80,7 +80,7 @@ class FileOptions:
     protocol.
     """
     writes_in_flight: int = 1
-    """The writes of a sink in flight at once: 1 writes in the caller's thread, more in that many threads."""
+    """The number of a sink's writes in flight: 1 writes in the caller's thread, n > 1 in n threads."""
     preallocate: bool = True
     """Allocate the blocks of an object of declared size before writing, so that a full disk fails early."""
 
@@ -143,7 +143,7 @@ class FileStorage:
     ) -> None:
         """Prepare access; nothing is opened yet. `folders` may be shared with another object for this tree.
 
-        `keep_names` is described at `defer_sync`.
+        Without `keep_names`, the caller makes the names durable; see `defer_sync`.
         """
         self._access = FileAccess()
         if isinstance(options, DirectOptions):
@@ -179,7 +179,7 @@ class FileStorage:
     def open(self, key: str) -> FileSource:
         """Open a file in its current state.
 
-        Replacing it does not affect the source; writing in place does.
+        Replacing the file does not affect the source; writing it in place does.
         """
         path = self.local_path(key)
         uri = self._folders.uri_of(path)
@@ -269,7 +269,7 @@ class FileStorage:
         return self._others["direct"]
 
     def deferring(self, what: Deferred) -> FileStorage:
-        """Return the same tree, but the caller itself syncs names, or everything."""
+        """Return a storage of this tree that leaves syncing names, or everything, to the caller."""
         if what not in self._others:
             options = self._options if what == "names" else replace(self._options, fsync=False)
             self._others[what] = self._like_this(options)
@@ -436,7 +436,7 @@ STALE_S: Final = 600.0
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
     """Remove unfinished objects not written to for `older_than_s` seconds; return how many there were.
 
-    Object storage keeps unfinished uploads invisible, and removes them by a rule of the bucket.
+    Object storage keeps unfinished uploads invisible; a lifecycle rule of the bucket removes them.
     """
     now_s = time.time()
     old = [name for name, entry in unfinished_objects(storage) if now_s - entry.modified_s >= older_than_s]

@@ -31,7 +31,7 @@ durable.
 
 
 class VerifiedFolders:
-    """The folders below one root. Every `FileStorage` that writes there shares them, whatever its options."""
+    """The folders below one root, shared by a `FileStorage` and those derived from it with other options."""
 
     def __init__(self, root: str, scheme: str, calls: FileCalls) -> None:
         self.root = root
@@ -58,7 +58,7 @@ class VerifiedFolders:
         return path
 
     def ready(self, folder: str, *, keep_names: bool) -> str:
-        """Return the path of a folder inside the root, which is created together with its missing parents.
+        """Return the path of a folder inside the root; create the folder and its parents if missing.
 
         With `keep_names`, the names survive a power failure.
         """
@@ -341,7 +341,7 @@ class FolderTree:
             each.result()
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content, or do nothing. Links are not followed."""
+        """Remove a file, or a folder with its content; do nothing if it is missing. Follows no links."""
         try:
             path = self._path(name)
         except ObjectNotFound:

@@ -59,7 +59,7 @@ def open_draft(path: Path) -> IO[bytes]:
 
 
 def require_own(folder: Path, notes: Path) -> None:
-    """Raise `AccessRefused` if others may write to a folder or its `notes`, or own their contents."""
+    """Raise `AccessRefused` if other users may write to a folder or its `notes`, or own their contents."""
     held = (path for each in (folder, notes) if each.is_dir() for path in each.iterdir())
     # What is in a folder to which only this user may write can have any mode, but not any owner.
     paths, forbidden = chain([folder, folder.resolve(), notes], held), chain([0, 0o022, 0o022], repeat(0))
@@ -117,7 +117,7 @@ def refuse_links(*paths: Path) -> None:
 
 
 def open_without_links(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file in a folder that others may have prepared: neither may be a link.
+    """Open a regular file in a folder that other users may have prepared: neither may be a link.
 
     Raises `OSError`. It can be the `opener` of `open`.
     """

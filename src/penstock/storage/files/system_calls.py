@@ -65,9 +65,9 @@ def _rename_exchange(one: str, other: str) -> None:
 
 Result = TypeVar("Result")
 _set_mask = ctypes.PyDLL(None).pthread_sigmask
-"""In contrast to the function of `signal`, it takes microseconds, and leaves errno alone."""
+"""Unlike Python's `signal.pthread_sigmask`, it takes only microseconds and leaves errno alone."""
 _EVERY_SIGNAL = b"\xff" * 128
-"""A `sigset_t` of libc."""
+"""A `sigset_t` of libc, with all bits set."""
 
 
 def call_uninterrupted(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -86,7 +86,7 @@ def call_uninterrupted(function: Callable[..., Result], *arguments: Any) -> Resu
 
 
 def raise_on_failure(result: int) -> None:
-    """Raise the errno of a C function (of a library opened with use_errno) unless it returned 0."""
+    """Raise `OSError` with a C function's errno unless it returned 0; its library must use `use_errno`."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""The adapter for minio-py (pure Python over urllib3), which exposes parts and transfers without a copy.
+"""The adapter for minio-py (pure Python over urllib3), which sends single parts and copies no bytes.
 
 It sends parts one by one through minio's own request methods, because the public `put_object` reads from a
 file object. minio's retries are switched off, so Penstock's are the only ones; the option `payload` alone

@@ -3,8 +3,8 @@
 Buffers are passed down without a copy; reads arrive in obstore's own memory and are copied once. Retries are
 Penstock's, except for the parts of a stream: obstore retries those itself, invisibly until it fails, because
 only it still has their bytes. A console's folder marker (`a/`) is listed as an empty object (`a`). obstore's
-threads do not survive a fork, and even a new store does not start others, so requests in a forked process are
-refused.
+threads do not survive a fork, and even a new store does not start new ones, so requests in a forked process
+are refused.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class _Upload(ABC):
 
 
 class PartUpload(_Upload):
-    """Parts sent by a pool of threads, each on the endpoint whose turn it is, each with its own retries."""
+    """Sends parts by a pool of threads; each part has its own retries and goes to the next endpoint."""
 
     def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
         super().__init__(new, requests)

@@ -94,7 +94,7 @@ _CONDITION_FAILED = (409, 412)
 class ObjectStorage:
     """A `Storage` of objects. A finished object is durable, as the service promises.
 
-    Creating it sends no request. Raises `Unavailable` if there is no endpoint, there are no credentials, or
+    Creating it sends no request. Raises `Unavailable` if the endpoint or the credentials are missing, or if
     the client's library is not installed; `rank` decides which of several endpoints is used first.
     """
 

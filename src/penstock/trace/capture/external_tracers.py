@@ -122,7 +122,7 @@ def dftracer_preload() -> Path | None:
 
 
 _MARK: Final = "PENSTOCK_RECORDING"
-"""Set for the processes of a recording, to distinguish them from all other processes of the machine."""
+"""The environment variable that distinguishes a recording's processes from all others of the machine."""
 _PAUSE_S: Final = 0.1
 """The time between two scans of the machine's processes; each takes about a millisecond."""
 _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
@@ -130,7 +130,7 @@ _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{
 
 
 def record(recording: RecordingPlan) -> int:
-    """Run the program to its end.
+    """Run the program under its tracer to the end, then name its trace files by rank.
 
     Returns its exit code, or, as shells do, 128 + the number of the signal that ended it.
     """

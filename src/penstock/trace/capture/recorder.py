@@ -1,4 +1,4 @@
-"""Records a process's events: an append to memory in the traced thread, the rest in the background.
+"""Records a process's events: traced threads only append to memory, a background thread does the rest.
 
     with penstock.trace.span("evaluate", step=12): ...
     @penstock.trace.traced(cat="compute")
@@ -295,7 +295,7 @@ def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
 def traced(
     name: str | None = None, *, cat: str = "app"
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Decorate a function: every call is a span of category `cat`, called `name` or as the function is."""
+    """Decorate a function: every call is a span of category `cat`, named `name` or after the function."""
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @wraps(function)

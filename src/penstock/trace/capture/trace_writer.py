@@ -1,6 +1,6 @@
 """Writes the trace of one process: recorded events as lines of JSON, in gzip segments, and an event count.
 
-The lines have the third generation of DFTracer's format: files and hosts are named once per process, in
+The lines are in the third generation of DFTracer's format: files and hosts are named once per process, in
 separate lines, and afterwards by hash. A segment is either a complete gzip member or absent: a failed write
 is undone. The event count is a memory-mapped file next to the trace, so the kernel keeps it however the
 process ends. It is removed when the trace is closed properly. Invariants: whatever a path contains, each line

@@ -68,11 +68,11 @@ class TracedStorage(protocol.WrappedStorage):
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
-        """Return the same tree past the page cache, also traced: tracing must not change the path of I/O."""
+        """Return a storage of this tree that bypasses the page cache, traced like this one."""
         return TracedStorage(prefer_direct_access(self.inside, reads=reads), self._recorder)
 
     def deferring(self, what: Deferred) -> protocol.Storage:
-        """Return the same tree with syncing left to the caller, also traced."""
+        """Return a storage of this tree that leaves syncing to the caller, traced like this one."""
         return TracedStorage(defer_sync(self.inside, what), self._recorder)
 
     def record_span(
@@ -82,7 +82,7 @@ class TracedStorage(protocol.WrappedStorage):
         self._recorder.record_span(name, cat, began_ns, ended_ns, args)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
-        """Yield the objects of the wrapped storage; traced when the last one has been listed."""
+        """Yield the objects of the wrapped storage; the event is recorded after the last one."""
         began_ns, num_entries = clock_ns(), 0
         for info in self.inside.list(prefix):
             num_entries += 1
@@ -92,7 +92,7 @@ class TracedStorage(protocol.WrappedStorage):
         )
 
     def stat(self, key: str) -> protocol.ObjectInfo:
-        """Return the facts about an object of the wrapped storage."""
+        """Describe an object of the wrapped storage."""
         return self._recorder.trace(
             self._kinds["stat"], self._path(key), lambda: self.inside.stat(key), ret=0
         )

@@ -67,7 +67,7 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """Return how T1's unions of time differ from the baseline's, as shares of the baseline's.
+    """Return how T1's unions of time changed, relative to the baseline's.
 
     Comparing sums would compare a flush by a hundred threads with a write by one.
     """
@@ -104,7 +104,7 @@ def measures(study: Study) -> Answer:
 
 
 def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
-    """Return rows of `by` and all measures. Events of all ranks count only if there are no others."""
+    """Return rows of `by` and all measures; sums over all ranks count only if there is nothing else."""
     events, width = study.events, len(by)
     processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
     for row in measure_groups(events, (*by, "host", "pid"), where=where):

@@ -387,7 +387,7 @@ def _compare_loops(  # noqa: PLR0917 - two loops
 
 
 def _explain_waiting(study: Study, run: str, here: Mapping[str, float], base: Mapping[str, float]) -> str:
-    """Say why a loop waits longer: slower reads, more to read, work between reads, less to hide reading."""
+    """Say why a loop waits longer: slower or more reads, work after reads, less computation to hide reads."""
     slower = query_findings.compare_reads(study, run)
     waits = [loop.get(_LOOP_PARTS["wait"], 0.0) - loop.get(_WAIT_IN_IO, 0.0) for loop in (here, base)]
     more_us = here.get(_LOOP_PARTS["wait"], 0.0) - base.get(_LOOP_PARTS["wait"], 0.0)
@@ -466,7 +466,7 @@ def changed_readers(study: Study) -> list[TraceFinding]:
 
 
 def loop_waits(study: Study) -> list[TraceFinding]:
-    """Return R5 if the loop waits for data, other ranks or checkpoints, for a share worth knowing."""
+    """Return R5 if the loop waits for data, other ranks or checkpoints for a noteworthy share of its time."""
     findings = []
     for run, (num_steps, spent) in measure_loops(study).items():
         whole_us = sum(spent.get(name, 0.0) for name in _LOOP_PARTS.values())
@@ -550,7 +550,7 @@ RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R5": loop_waits,
     "R6": unhidden_io,
 }
-"""The rules for what costs time in a single run."""
+"""The rules that find what costs time in a single run."""
 
 
 def find_all(study: Study) -> list[TraceFinding]:
@@ -630,6 +630,6 @@ def _keep_relevant(study: Study, found: Sequence[TraceFinding]) -> list[TraceFin
 
 
 def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Sort findings: first those that mislead, because others depend on them; then by seconds lost."""
+    """Sort findings: alarms first, because misleading numbers affect the others; then by time lost."""
     weights = list(Weight)
     return sorted(findings, key=lambda finding: (weights.index(finding.weight), -(finding.lost_us or 0)))

@@ -2,8 +2,8 @@
 
     query -> rows of a run -> a title and sentences about them -> TraceFinding, with the rows as its evidence
 
-F rules are findings of `compare` and `expect`; R rules belong to `trace report` alone. Times are sums over
-threads, which `spread_over_ranks` converts into seconds of one rank.
+F rules apply to comparisons and reports. R rules apply to reports; in comparisons, only `HABIT_RULES` do.
+Times are sums over threads, which `spread_over_ranks` converts into seconds of one rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _LARGE_BYTES: Final = 1 << 20
 """From this size on, a transfer takes the same time wherever it begins."""
 _ENOUGH_CALLS: Final = 100
 _ENOUGH_FILES: Final = 10
-"""Fewer files, or fewer calls, are not a habit of a program."""
+"""A pattern in fewer files, or in fewer calls than `_ENOUGH_CALLS`, is not a habit of a program."""
 _READ_BACK_SHARE: Final = 0.5
 MEMORY_RATE: Final = 8e9
 """A rate of single calls, in bytes per second, that no device of one host reaches; for tiers without a stated
@@ -81,10 +81,10 @@ def _find(  # noqa: PLR0917 - what every rule has
 ) -> list[TraceFinding]:
     """Return a finding for each run among the query's rows, which begin with the run and end with their time.
 
-    For an alarm, there is a finding for each value in the second column. `says` gives title and sentences.
-    `where` is the SQL condition of the calls in which the run lost time. `habit` says how often a run has
-    this habit: it names `calls`, or a column to sum up. `{run}` in the title of the evidence stands for the
-    run; the run's column is left out unless `columns` has it.
+    For an alarm, there is a finding for each value in the second column. `says` returns the title and the
+    sentences. `where` is the SQL condition of the calls in which the run lost time. `habit` says how often a
+    run has this habit: it names `calls`, or a column to sum up. `{run}` in the title of the evidence stands
+    for the run; the run's column is left out unless `columns` has it.
     """
     findings: list[TraceFinding] = []
     for key, rows in _group(study, sql, 2 if weight is Weight.ALARM else 1).items():
@@ -201,7 +201,7 @@ def extra_calls(study: Study) -> list[TraceFinding]:
 
 
 def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """Return F4 if threads read from one tier what others wrote there, while another tier is written."""
+    """Return F4 if a flush to another tier reads back, in other threads, what was written to a tier."""
 
     def says(rows: Rows) -> Sequence[str]:
         ((run, tier, _, read_back, read_us, total, share, other),) = rows
@@ -248,7 +248,7 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 
 
 def _small_sql(is_wanted: str, share: float, order: str) -> str:
-    """Return SQL for classes of files in which enough calls, and at least the `share`, move few bytes."""
+    """Return SQL for file classes in which many calls, and at least `share` of all, transfer few bytes."""
     return f"""
         SELECT run, file_class, count(*) AS num_calls, count(*) FILTER (WHERE {_IS_SMALL}) AS num_small,
                quantile_cont(size_bytes, 0.5),
@@ -369,9 +369,9 @@ _DIRECTION: Final = f"CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END"
 
 
 def _typical_sql(keys: str) -> str:
-    """Return a SELECT of `keys`, calls, bytes, and the size at which half of the bytes are transferred.
+    """Return a SELECT of `keys`, calls, bytes, and the median size of a call, weighted by bytes.
 
-    Headers are most of the calls, but hardly any of the bytes.
+    Without weights, headers would count most: they are most of the calls, but hardly any of the bytes.
     """
     return f"""
         SELECT {keys}, sum(num_calls)::BIGINT AS num_calls, any_value(whole)::BIGINT AS moved_bytes,
@@ -387,7 +387,7 @@ def _typical_sql(keys: str) -> str:
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """Return F11 if a class of files is transferred in pieces of a different size than in the baseline."""
+    """Return F11 if a class of files is transferred in calls of a different size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,
@@ -607,7 +607,7 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
 
 
 def metadata_time(study: Study) -> list[TraceFinding]:
-    """Return R4 if calls that transfer no bytes take much of the time of I/O."""
+    """Return R4 if calls that transfer no bytes take much of the I/O time."""
     return _find(
         study,
         "R4",
@@ -640,7 +640,7 @@ def metadata_time(study: Study) -> list[TraceFinding]:
 
 
 def counted_calls(study: Study) -> list[TraceFinding]:
-    """Return R7 for small, out-of-order or unaligned calls, by counters that each cover many calls."""
+    """Return R7 for small, out-of-order or unaligned calls that a trace has only as counters."""
     number = {
         name: argument_sql(name) for name in ("calls", "time_us", "num_ranks", "sequential", "unaligned")
     }
@@ -712,6 +712,6 @@ HABIT_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R4": metadata_time,
     "R7": counted_calls,
 }
-"""Rules about how a program makes its calls, which costs time in a single run, and counts in a comparison if
-it differs.
+"""Rules about costly habits of access. In a report, habits count in full; in a comparison, only as far as
+they exceed the baseline's.
 """

@@ -29,8 +29,8 @@ REPORT_FILES: Final = ("report.html", "report.md", "tables.parquet")
 
 _MARKDOWN_ROWS: Final = 60
 _PAGE_ROWS: Final = 200
-_ALL_ROWS: Final = "tables.parquet has all"
 """The most rows of a table on the page; tables.parquet has all of them."""
+_ALL_ROWS: Final = "tables.parquet has all"
 _OPEN: Final = ("t1", "t1_measures", "t2")
 """Tables that are expanded when the page opens."""
 _LOOKS: Final = {"alarm": Look.BAD, "cost": Look.DOUBT, "note": Look.GOOD}

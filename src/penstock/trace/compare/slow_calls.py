@@ -1,4 +1,4 @@
-"""Calls that take longer than usual for their kind and size, and where they are: files, a time, everywhere.
+"""Find calls slower than usual for their kind and size, and where: in some files, at some time, everywhere.
 
     each call, and what one of its kind and size usually takes -> excess -> the place that has most of it
 

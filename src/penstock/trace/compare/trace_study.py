@@ -53,7 +53,7 @@ class Study:
 
     Findings query `work`, the events without the I/O of the program's runtime, which has the column
     `rank_name`. `runs` and `tiers` are names, in the order of the description. `baseline` is the run with
-    which others are compared, `is_app` the SQL condition of the application's own event, such as its
+    which the other runs are compared, `is_app` the SQL condition of the application's own event, such as its
     checkpoint.
     """
 
@@ -79,7 +79,7 @@ class Study:
 
 
 def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit) -> Answer:
-    """Turn rows of `keys`, run and value into a column for each run; None stands for no such events."""
+    """Turn rows of `keys`, run and value into a column for each run; None if a run has no such events."""
     cells: dict[tuple[Any, ...], dict[str, Value]] = {}
     for *key, run, value in study.events.ask(sql):
         cells.setdefault(tuple(key), {})[run] = value
@@ -101,7 +101,7 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
 
 
 def of_processes(aggregate: str) -> str:
-    """Return SQL for an aggregate over processes; events of all ranks count only if there are no others."""
+    """Return SQL for an aggregate over processes; sums over all ranks count only if there is nothing else."""
     return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
 
 
@@ -226,7 +226,7 @@ class ComparisonSpec(YamlDocument):
 
     @property
     def baseline_run(self) -> str:
-        """The run with which others are compared: the first, unless another is named."""
+        """The run with which the other runs are compared: the first, unless the document names one."""
         return self.baseline or next(iter(self.runs))
 
     def dimensions(self) -> Dimensions:
@@ -248,7 +248,7 @@ class Weight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceFinding:
-    """One observation: `says` in sentences with numbers, `evidence` as rows, `fix` what to do about it.
+    """One observation: sentences with numbers (`says`), rows (`evidence`), and what to do about it (`fix`).
 
     `lost_us` is the wall-clock time that it costs a rank of the run: the average rank, or the worst one if
     ranks differ. It is None if unknown. Findings are ranked by it.
@@ -265,7 +265,7 @@ class TraceFinding:
     amount: float = 0.0
     """For a habit, the number of calls that have it: a comparison counts those in excess of the baseline."""
     usual_amount: float = 0.0
-    """For a habit, the number of such calls in the baseline."""
+    """For a habit, the number of calls in the baseline that have it."""
 
     def document(self) -> dict[str, Any]:
         """Return the finding as JSON."""

@@ -211,7 +211,7 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
-    """Return the facts about a trace, with notes on the runs that its events name, and a row per function."""
+    """Return a table of facts about a trace, with notes on the runs that it names, and a row per function."""
     # The bytes of MPI-IO are traced again in the calls that it makes.
     counts = events.ask_one(f"""
         SELECT count(DISTINCT host), greatest(count(DISTINCT rank), max(num_ranks)),
@@ -436,7 +436,7 @@ STRAGGLER_RATIO = 1.25
 
 
 def ranks(events: EventsView) -> Answer:
-    """Return a row for each rank of a run: skew, and the ranks for which the others wait.
+    """Return a row for each rank of a run, which shows skew and the stragglers that other ranks wait for.
 
     A rank is its process with workers and forked writers; if no rank is known, each process counts as one. A
     rank that transfers twice the bytes may take twice the time, so a late rank is a straggler only if it
@@ -477,7 +477,7 @@ def ranks(events: EventsView) -> Answer:
 
 
 def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the ranks of one run, their time and work relative to the median, and if they are stragglers."""
+    """Yield the ranks of a run: time and work relative to the median, and whether each is a straggler."""
     ranked = [row for row in rows if row[1] is not None]
     rated = ranked or [row for row in rows if row[2] != ALL_RANKS]
     yield from ((*row, None, None, False) for row in rows if row not in rated)

@@ -29,7 +29,7 @@ class SqlAnswer:
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
     def texts(self, most_rows: int) -> list[dict[str, str]]:
-        """Return the first rows of a table for people; columns of the same name are numbered."""
+        """Return the first rows as text, for a table that people read; equal column names are numbered."""
         heads: list[str] = []
         for column in self.columns:
             names = (column, *(f"{column} ({number})" for number in range(2, len(self.columns) + 1)))

@@ -39,7 +39,7 @@ _OF_PROCESS: Final = re.compile(r".*_id\d+-(\d+)_\d+-\d+-\d+-.*")
 
 
 def _find_pid(name: str) -> int | None:
-    """Return the PID in a log's file name, or None. Without MPI, each process has a log as its rank 0."""
+    """Return the PID in a log's file name, or None. Without MPI, each process writes a log as rank 0."""
     match = _OF_PROCESS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -166,7 +166,7 @@ def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, 
 
 
 def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
-    """Yield the records that another process reads, then add any errors there to the account."""
+    """Yield the records that another process reads, then add that process's errors to the account."""
     dump = [sys.executable, "-P", "-m", "penstock.trace.reading.darshan_dump", str(path)]
     # The library's messages go to a file, because a pipe that is not read meanwhile would fill up.
     with TemporaryFile() as complaints:
@@ -294,7 +294,7 @@ def _sum_calls(
 ) -> Iterator[tuple[str, int | None, int, int, dict[str, Any]]]:
     """Yield name, bytes, start, duration and arguments for each direction's calls without a segment.
 
-    `segments` has the number, bytes and microseconds of the other calls.
+    `segments` has the number, bytes and microseconds of the calls that have a segment.
     """
     for verb, (time, begins, ends) in _SPANS.items():
         num_traced, traced_bytes, traced_us = segments[verb]
@@ -326,7 +326,7 @@ def _sum_calls(
 
 
 def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, as far as known, how many calls of a direction have each size, are in order, or unaligned."""
+    """Return how many calls of a direction have each size, are in order or are unaligned, if known."""
     shape = {
         name: value
         for name, counter in _SHAPES[verb].items()

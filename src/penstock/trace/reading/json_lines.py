@@ -215,7 +215,7 @@ def _dump_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Return the text in valid UTF-8: JSON's escapes can spell halves of characters."""
+    """Return the text without unpaired surrogates, which JSON's escapes can spell but UTF-8 cannot."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -192,7 +192,7 @@ class _Process:
 class Strace:
     """Reads the lines of one listing of `host`.
 
-    `task` is the thread, with its process, to which lines belong that name none.
+    `task` is the thread and process to which a line belongs if it does not name its own.
     """
 
     def __init__(self, task: tuple[int, int] = _UNKNOWN, host: str | None = None) -> None:
@@ -385,7 +385,7 @@ class Strace:
         if "CLONE_THREAD" in flags:
             return process
         self._num_copied += len(process.paths)
-        # Without a limit, a process with many files that forks often takes gigabytes.
+        # Without a limit, a process that has many open files and forks often would take gigabytes.
         is_usual = self._num_copied <= _MOST_TASKS + _COPIED_PER_LINE * self._num_lines
         return _Process(tid, dict(process.paths) if is_usual else {}, process.folder)
 

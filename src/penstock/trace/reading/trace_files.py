@@ -266,18 +266,18 @@ _KEPT_BYTES: Final = 1 << 16
 """The bytes that are kept of an overlong line: enough to salvage an event."""
 LARGEST_RATIO: Final = 100
 UNPACKED_BYTES: Final = 16 << 20
-"""A file that unpacks to more than both limits allow is not a trace: a trace's times differ from event to
-event.
+"""A file that unpacks to more than this, and to more than `LARGEST_RATIO` times its size, is not a trace: a
+trace's times differ from event to event.
 """
 _RESCUED_BYTES: Final = 1 << 14
 _REREAD_BYTES: Final = 64 << 20
-"""What is read again of a small file, to find gzip members after damage; of a large one, 4 times its size."""
+"""The most bytes that are read again to find gzip members after damage; for large files, 4 times the size."""
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
 
 _MOST_COUNTED: Final = 1 << 20
-"""More bytes than the counts of any process take."""
+"""The most bytes that are read of a file of counts, which is more than any process needs."""
 
 
 def read_event_count(trace: Path) -> int | None:
@@ -356,7 +356,7 @@ def _read_members(
 
     while (after := (yield from _read_member(file, at, report_fault, count))) is not None:
         at = after
-        # The next member is looked for from each damaged one on, and so bytes are read again.
+        # Each damaged member starts a new search for the next one, so bytes are read again.
         if num_read - at > max(_REREAD_BYTES, 4 * size_bytes):
             report_fault(f"too many gzip members are damaged: nothing from byte {at} on was read")
             return
@@ -401,7 +401,7 @@ def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
     """Yield the rest of the damaged member at `at` that can still be decoded."""
     file.seek(at)
     decompressor, step = zlib.decompressobj(wbits=31), _RESCUED_BYTES
-    # zlib returns nothing of a piece with damage, so that smaller and smaller pieces lead up to it.
+    # zlib returns nothing of a damaged piece, so the pieces before the damage become smaller and smaller.
     while step and not decompressor.eof and (read := file.read(step)):
         before = decompressor.copy()
         try:
