@@ -125,21 +125,18 @@ class QuestionOptions(TraceOptions):
 def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuse to overwrite a trace, or a file that is not of this `kind`, before anything is read.
 
-    An empty file may be overwritten (not through a link, which others may have made), and so may anything
-    that is not a file, such as /dev/stdout.
+    An empty file may be overwritten, but not through a link, which others may have made.
     """
     from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import refuse_overwriting
 
-    if not out.exists():
-        new_file(str(out))
-    is_link = out.is_symlink() and not str(out).startswith("/dev/")
-    if out.exists() and (out.is_dir() or out.is_file()):
+    new_file(str(out))
+    if out.exists():
         refuse_overwriting(
             out,
             find_trace_files(traces),
             kind=kind,
-            is_kind=lambda path: (not path.stat().st_size and not is_link) or is_kind(path),
+            is_kind=lambda path: (not path.stat().st_size and not path.is_symlink()) or is_kind(path),
         )
 
 

@@ -13,6 +13,7 @@ from penstock import __version__
 from penstock.dataset.content import CONTENT_VERSION, Reduction
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
+from penstock.storage.files.local_files import parse_json
 from penstock.storage.protocol import read_object, write_object
 from penstock.workload.spec import Dataset
 
@@ -116,7 +117,7 @@ def read_manifest(storage: Storage) -> dict[str, Any] | None:
     except ObjectNotFound:
         return None
     try:
-        document: dict[str, Any] = json.loads(text)
+        document: dict[str, Any] = parse_json(bytes(text))
         version = document["manifest_version"]
         # Looked up only for the KeyError: callers rely on this key.
         document["recipe"]["dataset"]

@@ -70,7 +70,7 @@ def format_entry(entry: Entry) -> bytes:
 
 def parse_entry(line: bytes) -> Entry:
     """Parse the entry in a line. Raises `ValueError`, which says what is wrong with it."""
-    document: Any = json.loads(line.decode())
+    document: Any = local_files.parse_json(line.decode())
     version = document.pop("format", None) if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(f"it has format {version}, not {FORMAT_VERSION}")

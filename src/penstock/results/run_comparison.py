@@ -202,7 +202,7 @@ def _summarize_dlio(folder: Path) -> RunSummary:
     """
     path = folder / SUMMARY_FILE
     try:
-        summary = parse_json(read_document(path))
+        summary = parse_json(read_document(path), has_nan=True)
     except (OSError, ValueError) as error:
         raise StorageError(f"Cannot read this summary: {error}", uri=str(path)) from error
     if not isinstance(summary, dict):

@@ -27,12 +27,11 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
     """Write the events to `path` (gzip if it ends in .gz); return their number."""
     (total,) = events.ask_one("SELECT count(*) FROM {events}")
     progress.begin("exporting events", total)
+    open_text = gzip.open if path.suffix == ".gz" else open
     with (
         translate_os_errors("Exporting", str(path)),
         publishing(path) as (draft, _),
-        gzip.open(draft, "wt", encoding="utf-8")
-        if path.suffix == ".gz"
-        else draft.open("w", encoding="utf-8") as out,
+        open_text(draft, "wt", encoding="utf-8") as out,
     ):
         out.write(EXPORT_HEAD)
         separator = ""

@@ -26,6 +26,7 @@ from penstock.trace.trace_set import (
     convert,
     name_trace_files,
     open_trace_set,
+    publishing,
     read_events,
     read_facts,
 )
@@ -237,6 +238,19 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     assert main(["trace", "export", str(traces), "-o", str(out)]) == 1
     assert out.read_bytes() == kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "traces"]
+
+
+@pytest.mark.parametrize("verb", ["load", "export", "report"])
+def test_an_output_that_is_no_file_is_refused(
+    verb: str, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = os.lstat("/dev/stdout").st_ino
+    for name in ("/dev/stdout", "/dev/null"):
+        assert main(["trace", verb, str(traces), "-o", name]) == 2
+        assert "is not a file" in capsys.readouterr().err
+    assert os.lstat("/dev/stdout").st_ino == before
+    with pytest.raises(UsageError, match="must be a file"), publishing(Path("/dev/null")):
+        pass
 
 
 KILLED = """

@@ -1,5 +1,6 @@
 """Parsers of option values: what they accept, and what they refuse."""
 
+import os
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -147,6 +148,9 @@ def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
     [
         ("file/new.html", UsageError, "file is not a directory"),
         ("", UsageError, "is a directory"),
+        ("pipe", UsageError, "is not a file"),
+        ("/dev/null", UsageError, "is not a file"),
+        ("/dev/stdout", UsageError, "is not a file"),
         ("/proc/1/new.html", AccessRefused, "No file can be created here"),
     ],
 )
@@ -154,6 +158,7 @@ def test_a_place_for_no_file_is_refused_before_the_work_begins(
     name: str, kind: type[Exception], why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
     for parser in (parsers.NEW_PAGE, parsers.NEW_FILE):
         with pytest.raises(kind, match=why):
             parser(str(tmp_path / name))

@@ -102,6 +102,16 @@ def test_format_that_is_not_a_number_is_refused(tmp_path: Path, version: object)
         read_record(tmp_path)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "-1e999"])
+def test_a_number_that_json_lacks_is_refused(tmp_path: Path, number: str) -> None:
+    path = record_training(tmp_path, TrainingStory()) / "run.json"
+    text, count = re.subn(r'("batch_size": )\d+', rf"\g<1>{number}", path.read_text())
+    assert count
+    path.write_text(text)
+    with pytest.raises(StorageError, match=f"{number} is not a number in JSON"):
+        read_record(path.parent)
+
+
 MADE: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),

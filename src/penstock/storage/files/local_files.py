@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from itertools import chain, repeat
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
@@ -94,14 +95,19 @@ def _sync_path(path: str | os.PathLike[str], flags: int) -> None:
         os.close(descriptor)
 
 
+def is_own_stream(path: str | os.PathLike[str]) -> bool:
+    """Return True for a file that a shell has opened for this process, such as /dev/stdout or `<(...)`."""
+    return str(path).startswith(("/dev/fd/", "/dev/std"))
+
+
 def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file; refuse pipes, which would wait for a writer, and devices, which may never end.
 
-    Pipes at /dev/fd/N are accepted: a shell's `<(...)` passes them to this process.
+    Pipes that a shell has opened are accepted.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
-    if stat.S_ISFIFO(mode) and str(path).startswith("/dev/"):
+    if stat.S_ISFIFO(mode) and is_own_stream(path):
         os.set_blocking(file.fileno(), True)
     elif not stat.S_ISREG(mode):
         file.close()
@@ -145,9 +151,21 @@ def read_document(path: Path) -> bytes:
     return content
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON document; raise `ValueError` if it is invalid or nested too deeply."""
+def parse_json(text: str | bytes, *, has_nan: bool = False) -> Any:
+    """Return the value of a JSON document; raise `ValueError` if it is invalid or nested too deeply.
+
+    Numbers that JSON lacks are refused, because the document could not be printed, unless it `has_nan`.
+    """
     try:
-        return json.loads(text)
+        if has_nan:
+            return json.loads(text)
+        return json.loads(text, parse_constant=_parse_number, parse_float=_parse_number)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _parse_number(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text:.20} is not a number in JSON")
+    return number

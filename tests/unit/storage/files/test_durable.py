@@ -3,11 +3,13 @@
 import ast
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 import penstock
 from penstock.storage.files.local_files import (
+    open_to_read,
     rename_durably,
     replace_durably,
     sync_file,
@@ -118,6 +120,20 @@ def test_only_a_folder_can_be_synced_as_a_folder(tmp_path: Path) -> None:
     sync_folder(tmp_path)
     with pytest.raises(NotADirectoryError):
         sync_folder(file)
+
+
+@pytest.mark.parametrize("place", [None, "/dev/shm"])
+def test_only_a_pipe_of_the_shell_is_read(place: str | None) -> None:
+    with TemporaryDirectory(dir=place) as folder:
+        os.mkfifo(Path(folder) / "pipe")
+        with pytest.raises(OSError, match="a device, a pipe or a socket"):
+            open_to_read(Path(folder) / "pipe")
+    reading, writing = os.pipe()
+    os.write(writing, b"text")
+    os.close(writing)
+    with open_to_read(f"/dev/fd/{reading}") as file:
+        assert file.read() == b"text"
+    os.close(reading)
 
 
 def test_fsync_is_called_nowhere_else() -> None:
