@@ -49,7 +49,7 @@ def test_every_gate_is_on_the_page_with_its_limits() -> None:
 
 def test_limits_of_deliveries_are_those_of_the_code() -> None:
     assert f"less than {LEAST_SHARE:.0%}".replace("%", " %") in PAGE
-    assert f"Less than {LEAST_BYTES >> 20} MiB is not compared" in PAGE
+    assert f"less than {LEAST_BYTES >> 20} MiB, nothing is compared" in PAGE
 
 
 def test_limits_on_the_page_are_those_of_the_code() -> None:
