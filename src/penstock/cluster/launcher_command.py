@@ -14,7 +14,14 @@ from pathlib import Path
 
 from penstock.cluster.host_slots import find_hosts, is_loopback, place_ranks
 from penstock.cluster.launcher_env import Launcher
-from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, Environment, user_settings
+from penstock.environment import (
+    CONTROL_ADDRESS,
+    CONTROL_TOKEN,
+    HOST_LABEL,
+    PROGRESS_COLUMNS,
+    Environment,
+    user_settings,
+)
 from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
 
@@ -64,6 +71,11 @@ def plan_launch(
     else:
         is_single = kind in {Launcher.HYDRA, Launcher.OPEN_MPI}
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
+    if not is_local:
+        # With this machine's label, the ranks of all hosts would count as ranks of one host.
+        environment = {
+            name: value for name, value in environment.items() if name != HOST_LABEL or name in env_names
+        }
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
     # Without hosts, all ranks start on this machine, which one digit too many could stall for all its users.

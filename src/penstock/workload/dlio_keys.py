@@ -119,7 +119,7 @@ REFUSED: Final[Mapping[KeyPath, str]] = _by_path(
         "reader.reader_classname": (
             f"{_CLASSES}{Extension.READER}, and name it with `penstock training run --reader`"
         ),
-        "checkpoint.checkpoint_mechanism_classname": f"{_CLASSES}{Extension.CHECKPOINT_MECHANISM}",
+        "checkpoint.checkpoint_mechanism_classname": "other mechanisms cannot be used",
     }
 )
 """Keys for which only null is accepted, with the reason."""

@@ -1,4 +1,4 @@
-"""Loaders, readers and checkpoint mechanisms of other packages, found by the names of their entry points.
+"""Loaders and readers of other packages, found by the names of their entry points.
 
 A package declares one in its pyproject: `[project.entry-points."penstock.loaders"]`, `mine = "mine:options"`.
 Nothing is imported before a user names it.
@@ -18,8 +18,6 @@ class Extension(StrEnum):
     """`(workload, threads)`; threads is None unless the user sets it. Returns `LoaderOptions`."""
     READER = "penstock.readers"
     """`(dataset, seed)`; returns the `FileFormat` that lays out, reads and decodes the files."""
-    CHECKPOINT_MECHANISM = "penstock.checkpoint_mechanisms"
-    """Called with the workload; returns the object that writes and reads its checkpoints."""
 
 
 def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:

@@ -39,9 +39,9 @@ GOLDEN = {
         "ranks": "--map-by :OVERSUBSCRIBE --bind-to none -x AWS_SECRET_ACCESS_KEY -x MINE "
         "-x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -x PENSTOCK_HOST -n 4",
         "hosts": "--map-by :OVERSUBSCRIBE --bind-to none --host a:2,b:2 -x AWS_SECRET_ACCESS_KEY -x MINE "
-        "-x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -x PENSTOCK_HOST -n 4",
+        "-x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -n 4",
         "hostfile": "--map-by :OVERSUBSCRIBE --bind-to none --hostfile rack7.txt -x AWS_SECRET_ACCESS_KEY "
-        "-x MINE -x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -x PENSTOCK_HOST -n 4",
+        "-x MINE -x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -n 4",
     },
     Launcher.SRUN: {
         "ranks": "--export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --ntasks=4",
@@ -80,9 +80,12 @@ def test_no_value_of_a_variable_is_in_a_command_line(flavour: Launcher) -> None:
 
 
 @pytest.mark.parametrize("flavour", GOLDEN)
-def test_the_plan_keeps_the_whole_environment_and_counts_ranks(flavour: Launcher) -> None:
+def test_the_plan_keeps_the_environment_but_this_machines_label_and_counts_ranks(flavour: Launcher) -> None:
     made = plan(flavour, hosts="a:3,b:3")
-    assert (made.environment, made.ranks, made.is_local) == (SECRETS, 6, False)
+    rest = {name: value for name, value in SECRETS.items() if name != "PENSTOCK_HOST"}
+    assert (made.environment, made.ranks, made.is_local) == (rest, 6, False)
+    assert plan(flavour, hosts="a:3,b:3", env_names=("PENSTOCK_HOST",)).environment == SECRETS
+    assert plan(flavour, hosts="localhost:3").environment == SECRETS
 
 
 def test_extra_arguments_come_last_so_that_they_win() -> None:

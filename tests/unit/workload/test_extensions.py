@@ -50,5 +50,5 @@ def test_a_package_that_cannot_be_loaded_says_why(kind: Extension, name: str, sa
 
 
 def test_without_packages_there_are_none() -> None:
-    with pytest.raises(UsageError, match=r"checkpoint mechanism.*none"):
-        load_extension(Extension.CHECKPOINT_MECHANISM, "mine", where="--x")
+    with pytest.raises(UsageError, match=r"reader.*none"):
+        load_extension(Extension.READER, "mine", where="--x")
