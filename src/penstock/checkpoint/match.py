@@ -424,7 +424,7 @@ class Places:
     def _keys(
         self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
     ) -> dict[str | int, Any]:
-        """Map steps of paths that are text in the checkpoint, but not in the state, to the state's keys."""
+        """Map the parts of a path that the checkpoint stores as text to the state's own keys: "0" to 0."""
         all_steps = [step for step in steps if isinstance(step, str)]
         unknown = [step for step in all_steps if step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}

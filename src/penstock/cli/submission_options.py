@@ -32,10 +32,10 @@ class DivisionOptions:
 
     closed: bool = flag(
         "--closed",
-        "Choose the CLOSED division and enforce its rules (in training: implies --loader pytorch and "
-        "--division drop).",
+        "Choose the CLOSED division of MLPerf Storage and enforce its rules. In training, it implies "
+        "--loader pytorch and --remainder drop.",
     )
-    open: bool = flag("--open", "Choose the OPEN division and enforce its rules.")
+    open: bool = flag("--open", "Choose the OPEN division of MLPerf Storage and enforce its rules.")
 
     @property
     def division(self) -> SubmissionDivision | None:

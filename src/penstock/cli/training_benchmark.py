@@ -103,8 +103,8 @@ class TrainingRunOptions:
     seed: int | None = option(
         "--seed", whole(0), "Seed of the sample order (default: the workload's train.seed)."
     )
-    division: Remainder | None = option(
-        "--division",
+    remainder: Remainder | None = option(
+        "--remainder",
         DIVISION,
         "If samples do not divide evenly among ranks, skip different ones each epoch (rotate), skip the last "
         "(drop), repeat the first (pad) or fail (error) (default: rotate).",
@@ -131,7 +131,7 @@ class TrainingRunOptions:
         panel=_OWN,
     )
     epochs: int | None = option(
-        "--epochs", whole(1), "Number of epochs over the loader (default: WORKLOAD's, or 1).", panel=_OWN
+        "--epochs", whole(1), "Number of epochs to run (default: WORKLOAD's, or 1).", panel=_OWN
     )
     max_steps: int | None = option(
         "--steps", whole(1), "Maximum number of batches per epoch (default: no limit).", panel=_OWN
@@ -239,7 +239,7 @@ def plan_training(
         [override.path for override in parse_overrides(options.workload.settings)],
         families=families(),
         loader=options.loader,
-        remainder=options.division.value if options.division else None,
+        remainder=options.remainder.value if options.remainder else None,
     )
     unsupported = list_unsupported(loaded.workload)
     terminal.notes(unsupported)
@@ -320,7 +320,7 @@ def _run_own_loader(
         "--reader": options.reader,
         "--threads": options.threads,
         "--decode": options.decode,
-        "--division": options.division,
+        "--remainder": options.remainder,
         "--checkpoints": options.checkpoints,
     }
     for option_name, value in unfitting.items():

@@ -279,8 +279,8 @@ def plan(
     ranks: int = option("--ranks", whole(1), "Number of ranks to plan for; none is started.", default="1"),
     rank: int = option("--rank", whole(0), "Show the samples of this rank.", default="0"),
     epoch: int = option("--epoch", whole(1), "Show this epoch; the first is 1.", default="1"),
-    division: Remainder = option(
-        "--division",
+    remainder: Remainder = option(
+        "--remainder",
         DIVISION,
         "If samples do not divide evenly among ranks, skip different ones each epoch (rotate), skip the last "
         "(drop), repeat the first (pad) or fail (error).",
@@ -306,7 +306,7 @@ def plan(
         rank=rank,
         epoch=epoch,
         head=_PREVIEWED_SAMPLES,
-        division=division,
+        division=remainder,
         seed=loaded.workload.train.seed,
     )
     title = f"Rank {rank} of {ranks} reads {num_samples:,} samples in epoch {epoch}; the first"

@@ -286,7 +286,7 @@ def _timed_location(
 
 
 def _links_inside(result: Path, folders: Iterable[Path]) -> list[str]:
-    """List links within the folders of runs: no benchmark writes any, and what is behind them is not read."""
+    """List symbolic links inside the folders of runs. Benchmarks create none; targets are not read."""
     return [
         f"the link {link.relative_to(result).as_posix()}" for folder in folders for link in list_links(folder)
     ]

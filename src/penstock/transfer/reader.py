@@ -281,7 +281,7 @@ class BlockViewers:
         return None
 
     def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
-        """Show a block that was read with this buffer; its content may be elsewhere."""
+        """Receive a block that was read; `content` may lie outside the `buffer` with this number."""
 
     def release(self, buffer: int) -> None:
         """Called when the reader has passed on the content of a buffer."""

@@ -114,9 +114,9 @@ def choose_reading(
 ) -> tuple[str, str]:
     """Return a run's loader and handling of remainders: as requested, as prescribed, or the default.
 
-    Raises `UsageError` unless the division allows this workload, one of the shipped `families`, with these
-    changed keys. The closed division prescribes torch's loader and drops remainders. Otherwise, Penstock's
-    own loader reads, and no sample is left out of two epochs in a row.
+    Raises `UsageError` if the workload is not one of the shipped `families`, or if the division does not
+    allow its changed keys. The closed division prescribes torch's loader and drops remainders. The default is
+    Penstock's own loader, which leaves no sample out of two epochs in a row.
     """
     if division is not None:
         family = workload if workload in families else workload.rpartition("_")[0]
@@ -130,7 +130,7 @@ def choose_reading(
         require_allowed(division, changed, workload=family)
     if division is not SubmissionDivision.CLOSED:
         return loader or "native", remainder or "rotate"
-    for name, given, prescribed in (("--loader", loader, "pytorch"), ("--division", remainder, "drop")):
+    for name, given, prescribed in (("--loader", loader, "pytorch"), ("--remainder", remainder, "drop")):
         if given not in (None, prescribed):
             raise UsageError(
                 f"The CLOSED division requires {name} {prescribed}, not {given} (rule 3.6.2)",

@@ -143,7 +143,7 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
         (("--loader", "magic"), "No loader is called 'magic' (--loader). Available: native, pytorch."),
         (("--check", "half"), "Invalid value 'half' (--check). Choose from: off, sample, full."),
         (("--closed",), "reader.batch_size must stay as it is in the closed division (rule 3.6.2)"),
-        (("--division", "halve"), "Invalid value 'halve' (--division). Choose from: rotate, drop, pad"),
+        (("--remainder", "halve"), "Invalid value 'halve' (--remainder). Choose from: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files, but dataset.num_files_train is 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
     ],

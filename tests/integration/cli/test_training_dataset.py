@@ -261,9 +261,9 @@ def test_plan_table_names_rank_and_epoch() -> None:
 
 
 def test_invalid_division_names_its_option() -> None:
-    result = penstock(*PLAN, "--division", "conquer")
+    result = penstock(*PLAN, "--remainder", "conquer")
     assert result.returncode == 2
-    assert "--division" in result.stderr
+    assert "--remainder" in result.stderr
     assert "rotate, drop, pad, error" in result.stderr
 
 
@@ -272,7 +272,7 @@ def test_plan_follows_the_seed_and_the_division() -> None:
     usual = document(*words)
     assert document(*words, "--set", "train.seed=7")["samples"] != usual["samples"]
     assert usual["num_samples"] in (33, 34)
-    assert document(*words, "--division", "drop")["num_samples"] == 33
+    assert document(*words, "--remainder", "drop")["num_samples"] == 33
 
 
 def test_sizes_of_hosts_must_match_their_number() -> None:

@@ -105,8 +105,8 @@ class WriteQueue:
     def put(self, offset: int, piece: memoryview, payload_bytes: int, release: Release | None) -> None:
         """Wait for a free slot, then write `piece`.
 
-        Its first `payload_bytes` are the caller's; the rest is padding. Raises the failure of this or an
-        earlier piece.
+        Its first `payload_bytes` are the caller's; the rest is padding. Raises an error if this
+        piece or an earlier one failed.
         """
         self._free_slots.acquire()
         if self._threads is None or self._failure is not None:

@@ -53,7 +53,7 @@ def load_report(study: Study) -> Answer:
 
 
 def times(study: Study) -> Answer:
-    """Return T1: the times of the application's event and each tier, in the process with the largest sum."""
+    """Return T1: the time in the application event and each tier, for the process with the most of it."""
     rows = [["application event", *_by_run(study, longest_process_sql(("run",), where=study.is_app))]]
     for tier in study.tiers:
         where = f"{IS_IO} AND tier = {sql_literal(tier)}"

@@ -76,7 +76,7 @@ def test_the_closed_division_has_torchs_loader_and_drops_remainders() -> None:
         ("unet3d_b200", ["train.epochs=1"], None, None, "train.epochs must stay.*3.6.2"),
         ("own.yaml", [], None, None, "not a shipped workload"),
         ("unet3d_b200", [], "native", None, "--loader pytorch, not native"),
-        ("unet3d_b200", [], None, "rotate", "--division drop, not rotate"),
+        ("unet3d_b200", [], None, "rotate", "--remainder drop, not rotate"),
     ],
 )
 def test_what_the_closed_division_forbids_is_refused_with_its_rule(
