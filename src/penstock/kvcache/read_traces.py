@@ -91,7 +91,7 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, A
         where = f"{path}:{number}"
         try:
             if line.strip():
-                yield number, where, parse_json(line)
+                yield number, where, parse_json(line, has_nan=True)
         except ValueError as error:
             raise UsageError(
                 f"This line is not JSON: {error}",
@@ -423,12 +423,12 @@ def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
     """Return the objects of a file that is one JSON document; None if each line is a document."""
     first = file.readline()
     try:
-        if isinstance(parse_json(first), dict):
+        if isinstance(parse_json(first, has_nan=True), dict):
             return None
     except ValueError:
         pass  # the document has several lines
     try:
-        document = parse_json(first + file.read())
+        document = parse_json(first + file.read(), has_nan=True)
     except ValueError as error:
         if first.lstrip().startswith("["):
             raise UsageError(f"This file is not JSON: {error}", where=str(path)) from error

@@ -105,7 +105,7 @@ def test_the_next_entry_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> N
         (b'{"format":1,"event":"ended","run":"x","at":"y","outcome":"finished","why":"","extra":1}', "extra"),
         (b'{"format":1,"event":"ended","run":"x","at":"y","outcome":"finished"}', "'why' is wrong"),
         (b'{"format":1,"event":"ended","run":1,"at":"y","outcome":"finished","why":""}', "'run' is wrong"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
     ids=[
         "zeros",
