@@ -23,14 +23,14 @@ FORMAT_VERSION: Final = 1
 
 
 class StepPhase(IntEnum):
-    """Whether a step trains or evaluates."""
+    """The phase of a step: it trains or evaluates."""
 
     TRAIN = 0
     EVAL = 1
 
 
 class SpanKind(IntEnum):
-    """What a span covers."""
+    """The part of a run that a span covers."""
 
     EPOCH = 0
     BLOCK = 1

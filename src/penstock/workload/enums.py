@@ -112,7 +112,7 @@ class ReadType(Choice):
 
 
 class FileSharing(Choice):
-    """Which files a rank uses: its own, or parts of files that all ranks share."""
+    """The files that a rank uses: its own, or parts of files that all ranks share."""
 
     MULTI = "multi"
     SHARED = "shared"

@@ -347,9 +347,9 @@ class Flusher:
                     over.append((step, note.save_id))
                 self._failing.pop(step, None)
             except (PenstockError, OSError) as error:
-                since_s, told = self._failing.get(step, (time.monotonic(), None))
+                since_s, last_kind = self._failing.get(step, (time.monotonic(), None))
                 # Its text is different at each try: it names temporary files.
-                if told is not type(error):
+                if last_kind is not type(error):
                     logger.warning("%s: %s", step_dirname(step), error)
                 self._failing[step] = since_s, type(error)
                 may_pass = isinstance(error, StorageError | OSError) and not isinstance(error, DataDamaged)

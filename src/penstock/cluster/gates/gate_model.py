@@ -87,7 +87,7 @@ class Preflight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRequest:
-    """What gates need to know about a run: what one rank is about to do.
+    """The facts about a run that gates need: what one rank is about to do.
 
     `reopen` opens the storage at `uri` again, to probe it with a few bytes. `written_bytes` is the number
     of bytes that this rank will write there; `results_option` is the name of the option for `results` in

@@ -93,7 +93,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSurvey:
-    """What only the stored file can tell: its size, `known` bytes, the ranges of blocks, a library's view."""
+    """Facts from the stored file alone: its size, `known` bytes, the ranges of blocks, a library's view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
