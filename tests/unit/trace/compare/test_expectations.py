@@ -10,6 +10,7 @@ import pytest
 from tests.support.trace_studies import small_study
 
 from penstock.errors import UsageError
+from penstock.trace.compare import expectations
 from penstock.trace.compare.expectations import CheckResult, Expectations, check_all
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.event_schema import FileAccount
@@ -28,9 +29,11 @@ Check = Callable[..., list[CheckResult]]
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[Check]:
-    """Check expectations against one study: checks only read it."""
+    """Check expectations against one study: checks only read it, and its figures, which take a second."""
     accounts = {"new": [FileAccount(file="t", lines=4, events=2, dropped=2, ranks={0})]}
-    with small_study(ROWS, accounts=accounts) as study:
+    with small_study(ROWS, accounts=accounts) as study, pytest.MonkeyPatch.context() as patch:
+        figures = expectations._collect_figures(study)
+        patch.setattr(expectations, "_collect_figures", lambda _: figures)
 
         def check_expectations(*checks: Any) -> list[CheckResult]:
             runs = {"base": "a", "new": "b"}
