@@ -251,7 +251,8 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
             fix="Raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system').",
         )
     # A worker that dies while torch fetches its last batch breaks the connection before torch looks for it.
-    is_cut_off = isinstance(error, ConnectionError) and "multiprocessing" in text
+    innermost = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    is_cut_off = isinstance(error, OSError | EOFError) and "multiprocessing" in "".join(innermost)
     killed = _KILLED.search(str(error))
     if is_cut_off or (killed and not _PLACE.search(str(error))):
         cause = killed.group(0) if killed else f"{type(error).__name__}: {error}"

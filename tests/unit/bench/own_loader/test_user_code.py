@@ -3,7 +3,8 @@
 import socket
 from collections.abc import Iterator
 from contextlib import closing
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,25 @@ ValueError: corrupt sample 020"""
     assert str(explain_failure(RuntimeError(full), loader="x:y", epoch=1, step=1)).startswith("Shared memory")
 
 
-def test_a_worker_that_died_while_its_batch_was_fetched_is_named_as_dead() -> None:
+@pytest.mark.parametrize("end", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_that_died_while_its_batch_was_fetched_is_named_as_dead(
+    tmp_path: Path, end: type[Exception]
+) -> None:
     ours, theirs = socket.socketpair()
-    connection = Connection(ours.detach())
-    connection.send_bytes(b"unread when the other side ends, which resets the connection")
-    theirs.close()
-    with closing(connection), pytest.raises(ConnectionResetError) as caught:
-        connection.recv_bytes()
+    with closing(Connection(ours.detach())) as connection:
+        if end is ConnectionResetError:
+            connection.send_bytes(b"unread when the other side ends, which resets the connection")
+        theirs.close()
+        # Torch also connects to the worker for the descriptors of shared memory.
+        fetch = partial(Client, str(tmp_path / "gone")) if end is FileNotFoundError else connection.recv_bytes
+        with pytest.raises(end) as caught:
+            fetch()
     found = explain_failure(caught.value, loader="mine:x", epoch=1, step=2)
     assert str(found).startswith("A worker of the loader mine:x died at step 2 of epoch 1")
+
+
+def test_a_file_that_the_users_code_misses_is_no_dead_worker(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "multiprocessing").read_bytes()
+    found = explain_failure(caught.value, loader="mine:x", epoch=1, step=2)
+    assert "died" not in str(found)
