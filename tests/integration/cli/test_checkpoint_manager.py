@@ -234,7 +234,8 @@ def hosts(saved_on_hosts: Path, tmp_path: Path) -> Path:
 def flush_hosts(root: Path, *hosts: int) -> tuple[int, Any, str]:
     places = [str(root / f"host-{host}") for host in hosts]
     command = [sys.executable, "-m", "penstock", "checkpoint", "flush", *places, "--ranks", str(len(hosts))]
-    command += ["--to", str(root / "durable"), "--json", "--timeout", "5s"]
+    # Alone, a host waits as long for the others; ranks start at different times.
+    command += ["--to", str(root / "durable"), "--json", "--timeout", "60s" if len(hosts) > 1 else "5s"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     return done.returncode, json.loads(done.stdout or "null"), done.stderr
 

@@ -64,12 +64,19 @@ def penstock(folder: Path, words: list[str]) -> subprocess.Popen[str]:
     )
 
 
+def is_there(folder: Path, pattern: str) -> bool:
+    try:
+        return any(folder.glob(pattern))
+    except FileNotFoundError:  # a folder went while it was searched
+        return False
+
+
 @contextmanager
 def under_way(folder: Path, words: list[str], pattern: str) -> Iterator[subprocess.Popen[str]]:
     """A command that is stopped, for as long as the block runs, once a file of this name exists."""
     process, deadline_s = penstock(folder, words), time.monotonic() + 240
     try:
-        while not any(folder.glob(pattern)):
+        while not is_there(folder, pattern):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

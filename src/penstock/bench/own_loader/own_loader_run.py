@@ -373,33 +373,35 @@ class EpochLoop:
         """Run one epoch. Collective: it ends for all ranks as soon as any rank has no more batches."""
         waits: list[StepWait] = []
         ended_ns = began_ns = time.monotonic_ns()
+        # Torch learns of dead workers by a signal, and raises wherever this thread happens to be, also in the
+        # cleanup after another error.
         try:
-            for event, wait in self._step_through(loader, epoch, max_steps):
-                waits.append(wait)
-                self._pending.append(event)
-                ended_ns = event.barrier_ns
-                self.samples += event.samples
-                self.batch_size = self.batch_size or event.samples  # the last one may have fewer
-                self.progress.advance(1)
-                self.progress.count(
-                    steps=1,
-                    samples=event.samples * self.comm.size,
-                    read_bytes=0,
-                    computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
-                    sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
-                    rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
-                )
-                if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
-                    self._record()
+            try:
+                for event, wait in self._step_through(loader, epoch, max_steps):
+                    waits.append(wait)
+                    self._pending.append(event)
+                    ended_ns = event.barrier_ns
+                    self.samples += event.samples
+                    self.batch_size = self.batch_size or event.samples  # the last one may have fewer
+                    self.progress.advance(1)
+                    self.progress.count(
+                        steps=1,
+                        samples=event.samples * self.comm.size,
+                        read_bytes=0,
+                        computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
+                        sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
+                        rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
+                    )
+                    if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
+                        self._record()
+            finally:
+                self._waits_since_ns = 0
+                self.progress.enter("working")
+                self._record()
         except RuntimeError as error:
-            # Torch learns of dead workers by a signal, and raises wherever this thread happens to be.
             if not is_dead_worker(error):
                 raise
             raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
-        finally:
-            self._waits_since_ns = 0
-            self.progress.enter("working")
-            self._record()
         self.elapsed_ns = ended_ns - began_ns
         for kind, step in ((SpanKind.BLOCK, len(waits)), (SpanKind.EPOCH, 0)):
             span = SpanEvent(
