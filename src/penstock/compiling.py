@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,14 +23,12 @@ from penstock.environment import (
     Environment,
     find_other_writer,
     process_environment,
-    refuse_settings_here,
+    settings_refused,
 )
 
-if "numba" not in sys.modules:
-    refuse_settings_here(".numba_config.yaml", "numba")
-
-import llvmlite.binding  # type: ignore[import-untyped]  # has no types
-import numba
+with nullcontext() if "numba" in sys.modules else settings_refused(".numba_config.yaml", "numba"):
+    import llvmlite.binding  # type: ignore[import-untyped]  # has no types
+    import numba
 
 # numba looks for its configuration file again whenever it compiles.
 numba.core.config._config_fname = ""  # noqa: SLF001

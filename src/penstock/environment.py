@@ -4,8 +4,8 @@
 """
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import UsageError
@@ -46,10 +46,12 @@ def keep_working_folder_off_path() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
-def refuse_settings_here(file: str, library: str) -> None:
+@contextmanager
+def settings_refused(file: str, library: str) -> Iterator[None]:
     """Raise `UsageError` if a library would obey a file in the current directory, which may be a stranger's.
 
-    Call this before the library is loaded: the file may name code that it runs, and files that it writes.
+    Load the library in the block: the file may name code that it runs, and files that it writes. A directory
+    to which others may write, so that they could create the file after this check, is left meanwhile.
     """
     if Path(file).exists():
         raise UsageError(
@@ -57,6 +59,16 @@ def refuse_settings_here(file: str, library: str) -> None:
             where=file,
             fix=f"Move the file or leave the directory; {library.upper()}_* variables are the same settings.",
         )
+    if not find_other_writer(Path()):
+        yield
+        return
+    here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.chdir("/")
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 def untraced(environment: Environment) -> Environment:

@@ -40,6 +40,7 @@ from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredOb
 from penstock.checkpoint.state.tensors import bare_names, is_optimizer_dict, parameter_names, parameters_of
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
+    INTEGER,
     RANK_MARK,
     Leaf,
     Path,
@@ -435,7 +436,7 @@ class Places:
         # Text that looks like an integer is treated as one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
         counts = kind in (None, "number", "unknown") and all(
-            key not in holder and _INTEGER.fullmatch(key) for key in decimal
+            key not in holder and INTEGER.fullmatch(key) for key in decimal
         )
         return {
             step: own[step]
@@ -448,9 +449,6 @@ class Places:
             for step in unknown
         }
 
-
-_INTEGER = re.compile("0|[1-9][0-9]{0,4299}")
-"""An integer as text. Python does not convert longer ones."""
 
 NOTHING = object()
 """Stands for the value of a key that a dict lacks."""

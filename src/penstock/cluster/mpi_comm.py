@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.cluster.comm import Comm, PollingWait
-from penstock.environment import refuse_settings_here
+from penstock.environment import settings_refused
 from penstock.errors import RankError, Unavailable, WaitTimeout
 from penstock.optional_libraries import install_command
 
@@ -139,24 +140,24 @@ class MpiPendingTransfer:
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:
     """Initialize MPI, once per process, and join the launcher's world of `expected_size` ranks."""
-    if "mpi4py.MPI" not in sys.modules:
-        refuse_settings_here("ucx.conf", "UCX")  # The transport of many MPI libraries.
-    try:
-        import mpi4py  # noqa: PLC0415 - optional, and configured before it imports MPI
+    # UCX is the transport of many MPI libraries.
+    with nullcontext() if "mpi4py.MPI" in sys.modules else settings_refused("ucx.conf", "UCX"):
+        try:
+            import mpi4py  # noqa: PLC0415 - optional, and configured before it imports MPI
 
-        # If MPI were initialized on import, every import would be collective. If it ended at exit, a failed
-        # rank would wait for ranks that wait for it.
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI  # noqa: PLC0415
-    except (ImportError, RuntimeError) as error:
-        raise Unavailable(
-            f"Ranks under MPI need mpi4py and an MPI library: {error}",
-            fix=f"Install them with: {install_command('mpi')}",
-        ) from error
-    begins_here = not MPI.Is_initialized()
-    if begins_here:
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            # If MPI were initialized on import, every import would be collective. If it ended at exit, a
+            # failed rank would wait for ranks that wait for it.
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = False
+            from mpi4py import MPI  # noqa: PLC0415
+        except (ImportError, RuntimeError) as error:
+            raise Unavailable(
+                f"Ranks under MPI need mpi4py and an MPI library: {error}",
+                fix=f"Install them with: {install_command('mpi')}",
+            ) from error
+        begins_here = not MPI.Is_initialized()
+        if begins_here:
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     comm = MpiComm(MPI.COMM_WORLD, host, at_close=MPI.Finalize if begins_here else None)
     comm.carrier = " ".join(MPI.Get_library_version().splitlines()[0].split())
     if comm.size != expected_size:

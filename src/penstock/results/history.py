@@ -424,6 +424,12 @@ def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:
         # No run must be gone before its deletion can be recorded.
         local_files.refuse_links(history.path.parent, history.path)
         for run in runs:
+            if not run_folder.may_delete(parent / run.folder):
+                raise UsageError(
+                    f"No file in the folder of {run.id} is one of a run",
+                    where=str(parent / run.folder),
+                    fix="Delete it yourself if it is one.",
+                )
             shutil.rmtree(parent / run.folder)
             history.append("deleted", run.id, folder=run.folder, batch="")
 

@@ -85,6 +85,12 @@ def is_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
 
 
+def may_delete(folder: Path) -> bool:
+    """Return True if a folder is empty or has a file of a run: a forged history may name any folder."""
+    patterns = (RUN_FILE, *_LEFT_BY_RUNS)
+    return not any(folder.iterdir()) or any(any(folder.glob(pattern)) for pattern in patterns)
+
+
 def run_folders(parent: Path) -> list[Path]:
     """Return the folders of runs directly below `parent`, by name, or only `parent` if that is a run."""
     if is_run(parent):

@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.environment import find_other_writer
 from penstock.errors import DataDamaged, UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
@@ -427,8 +429,12 @@ def read_facts(path: Path) -> EventTableFacts | None:
         version = document["version"]
         if version in _READABLE:
             accounts = tuple(map(FileAccount.from_document, document["accounts"]))
-            return EventTableFacts(tuple(document["sources"]), accounts, document["where"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            sources = tuple(document["sources"])
+            for one in sources:
+                str.encode(one["path"] + one["name"] + one["run"])
+                re.compile(one["rank_pattern"] or "")
+            return EventTableFacts(sources, accounts, document["where"])
+    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise DataDamaged(
             "The facts of this event table are damaged", where=str(path), fix=_RECREATE
         ) from error
@@ -632,6 +638,13 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
             "This event table is out of date, and some of its trace files are gone",
             where=str(path),
             fix="Load the remaining files into a new table: penstock trace load.",
+        )
+    if reason := find_other_writer(path.resolve(), 0o002):
+        # The table names the files to read, and would show their lines to whoever can read the table.
+        raise UsageError(
+            f"This event table is older than its trace files, and cannot be rebuilt here: {reason}",
+            where=str(path),
+            fix="Load the trace files into a table of your own: penstock trace load.",
         )
     if facts.where:
         # SQL in a file is data: only the file's owner may ask for it to be run.

@@ -116,6 +116,28 @@ def test_the_archive_of_a_model_and_its_optimizer_comes_back_from_a_checkpoint(t
     assert_same(training, torch.load(tmp_path / "back.pt", weights_only=True))
 
 
+def test_keys_of_dicts_keep_their_types(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    odd: dict[str, Any] = {"shards": {"0": "a", "1": "b"}, "pairs": {(1, 2): 5}, "none": {None: 1}}
+    pc.save({"optim": optimizer, "scheduler": scheduler, "odd": odd}, tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "dcp", DCP)
+    found = pc.load(target := {"odd": {}, "scheduler": {}}, tmp_path / "dcp", strict=False)
+    assert found
+    assert target["odd"] == odd
+    for source in ("saved", "dcp"):
+        convert(tmp_path / source, tmp_path / f"{source}.pt", TORCH)
+        loaded = torch.load(tmp_path / f"{source}.pt", weights_only=False)
+        assert loaded["odd"] == odd
+        assert dict(loaded["scheduler"]["milestones"]) == {3: 1, 5: 1}
+        other = torch.optim.AdamW(model.parameters())
+        other.load_state_dict(loaded["optim"])
+        assert_same(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
 def test_a_stock_checkpoint_becomes_an_archive_and_goes_through_compression(
     stock: Path, tmp_path: Path
 ) -> None:

@@ -148,7 +148,20 @@ def test_the_name_of_a_table_is_no_pattern_of_other_names(traces: Path, tmp_path
 
 @pytest.mark.parametrize(
     "facts",
-    ["{", "[]", "3", '{"version": [3]}', '{"version": 3, "accounts": 7}', '{"version": 3, "accounts": [{}]}'],
+    [
+        '{"version": 3, "accounts": [], "sources": [{}], "where": ""}',
+        '{"version": 3, "accounts": [], "sources": "abc", "where": ""}',
+        (
+            '{"version": 3, "accounts": [], "where": "", "sources":'
+            ' [{"path": "a", "name": "a", "run": "", "rank_pattern": "("}]}'
+        ),
+        "{",
+        "[]",
+        "3",
+        '{"version": [3]}',
+        '{"version": 3, "accounts": 7}',
+        '{"version": 3, "accounts": [{}]}',
+    ],
 )
 def test_a_table_with_damaged_facts_is_refused(facts: str, tmp_path: Path) -> None:
     path = tmp_path / "run.events"
@@ -156,6 +169,22 @@ def test_a_table_with_damaged_facts_is_refused(facts: str, tmp_path: Path) -> No
     with pytest.raises(PenstockError, match=r"damaged|Another version") as refusal:
         read_facts(path)
     assert str(path) in str(refusal.value)
+
+
+def test_the_table_of_another_user_is_not_rebuilt_from_the_files_that_it_names(
+    traces: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run.events"
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Progress())
+    before = out.read_bytes()
+    write_trace(traces, Writing(events=900, rank=1, generation=2))
+    if os.geteuid() == 0:
+        os.chown(out, 4711, 4711)
+    else:
+        out.chmod(0o666)
+    with pytest.raises(UsageError, match="cannot be rebuilt here"), load(out):
+        pass
+    assert out.read_bytes() == before
 
 
 def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:

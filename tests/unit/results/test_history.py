@@ -223,3 +223,15 @@ def test_a_line_is_plain_json_that_other_programs_read() -> None:
         "why": "",
     }
     assert parse_entry(format_entry(BEGAN)) == BEGAN
+
+
+def test_a_forged_entry_deletes_no_folder_of_something_else(tmp_path: Path) -> None:
+    history = HistoryFile(tmp_path)
+    history.begin(request(), NOW, named="thesis")
+    history.end(history.read()[0][0]["run"], "failed", "")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.tex").write_text("years of work")
+    (run,) = history_module.read_catalog(tmp_path)[0]
+    with pytest.raises(UsageError, match="No file in the folder"):
+        history_module.delete_runs(tmp_path, [run])
+    assert (tmp_path / "thesis/chapter.tex").exists()

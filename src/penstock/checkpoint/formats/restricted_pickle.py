@@ -293,7 +293,8 @@ class _Unpickler(pickle.Unpickler):
         self._stand_ins = dict(stand_ins)
         if is_archive:
             self._stand_ins.update(self._copying())
-        self._unused = len(content)
+        # Twice, because a bytearray is made of bytes that are themselves made of text.
+        self._unused = 2 * len(content)
         self._alike: dict[int, complex] = {}
         self._num_alike = 0
         self._where = where
@@ -349,7 +350,7 @@ class _Unpickler(pickle.Unpickler):
         require(self._num_alike <= _MOST_ALIKE, "its numbers are chosen to have the same hash")
 
     def _copying(self) -> StandIns:
-        """Return stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
+        """Return stand-ins that copy their arguments: in total, at most twice the bytes of the pickle."""
 
         def complex_number(real: Any, imaginary: Any) -> complex:
             made = complex(real, imaginary)

@@ -323,7 +323,7 @@ def with_elements(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
     if isinstance(value, Mapping):
         return {key: with_elements(inner, record) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [with_elements(inner, record) for inner in value]
+        return type(value)([with_elements(inner, record) for inner in value])
     return value
 
 

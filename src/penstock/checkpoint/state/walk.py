@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import re
 from collections.abc import Callable, Collection, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -168,6 +169,10 @@ def _key_type(keys: list[Any]) -> str:
     restored = [literal_key(str(key)) for key in keys]
     is_same = all(type(key) is type(new) and key == new for key, new in zip(keys, restored, strict=True))
     return "literal" if is_same else "unknown"
+
+
+INTEGER: Final = re.compile("0|[1-9][0-9]{0,4299}")
+"""An integer as text. Python does not convert longer ones."""
 
 
 def literal_key(text: str) -> Any:

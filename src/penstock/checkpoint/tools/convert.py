@@ -49,7 +49,7 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
     element_type,
 )
-from penstock.checkpoint.state.walk import matches_pattern
+from penstock.checkpoint.state.walk import INTEGER, KEY_TYPES, OWN_ENTRIES, literal_key, matches_pattern
 from penstock.checkpoint.tools.tensor_slabs import Appender, Pieces, SlabReader
 from penstock.checkpoint.tools.verify import verify
 from penstock.cluster.comm import SoloComm
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 SHARD_BYTES: Final = 5_000_000_000
 """The largest safetensors file by default, as in Hugging Face's libraries."""
+_STRUCTURE: Final = frozenset({KEY_TYPES, OWN_ENTRIES})
+"""The manifest's facts about the types of keys, and about the entries of each rank."""
 _HEADER_ALIGNMENT: Final = 4096
 """The header is padded with spaces, as the format allows, so that payloads begin at a page boundary."""
 
@@ -354,9 +356,16 @@ def write_dcp(
 
         def seal() -> Seal:
             metadata = metadata_bytes(written)
-            step = checkpoint.manifest.step if checkpoint.manifest else None
-            facts = {"converted_from": checkpoint.uri}
-            manifest = build_manifest(written, [file], metadata, step=step, facts=facts)
+            known = checkpoint.manifest
+            described: dict[str, Any] = {}
+            facts: dict[str, Any] = {}
+            if known is not None:
+                described = {"step": known.step, "world_size": known.world_size, "mesh": known.mesh}
+                # Only of all entries can be told which rank had them.
+                kept = {KEY_TYPES} if len(names) < len(index.tensors) + len(index.objects) else _STRUCTURE
+                facts = {name: value for name, value in known.facts.items() if name in kept}
+            facts["converted_from"] = checkpoint.uri
+            manifest = build_manifest(written, [file], metadata, **described, facts=facts)
             return Seal(manifest=manifest_bytes(manifest), metadata=metadata, sizes={_FILE: file.size_bytes})
 
         transaction.commit(seal)
@@ -398,7 +407,7 @@ def write_torch(
             node = node.setdefault(step, {})
         node[last] = leaves[name]
     pickler = _Pickler(pickled, len(tensors))
-    pickler.dump(_restore_lists(tree))
+    pickler.dump(_restore_keys(tree, checkpoint.key_types))
     records: list[ZipRecord] = []
 
     def add(name: str, content: bytes) -> None:
@@ -438,13 +447,26 @@ def write_torch(
     return appender.position
 
 
-def _restore_lists(tree: Any) -> Any:
-    """Convert mappings whose keys are positions in a list to that list, without gaps for parts left out."""
+def _restore_keys(tree: Any, key_types: Mapping[str, str] | None, name: str = "") -> Any:
+    """Convert mappings whose keys are positions in a list to that list, without gaps for parts left out.
+
+    In other mappings below the top, keys get their types back if the checkpoint has them: AdamW, for example,
+    silently loads nothing from a state whose keys are "0" and "1".
+    """
     if not isinstance(tree, dict) or not tree:
         return tree
-    inner = {key: _restore_lists(value) for key, value in tree.items()}
+    inner = {
+        key: _restore_keys(value, key_types, f"{name}.{key}" if name else str(key))
+        for key, value in tree.items()
+    }
     if all(isinstance(key, int) for key in inner):
         return [inner[key] for key in sorted(inner)]
+    if name and key_types is not None:
+        kind = key_types.get(name, "number")
+        if kind == "literal":
+            return {literal_key(key): value for key, value in inner.items()}
+        if kind == "number" and all(INTEGER.fullmatch(key) for key in inner):
+            return {int(key): value for key, value in inner.items()}
     return inner
 
 

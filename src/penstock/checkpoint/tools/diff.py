@@ -4,7 +4,7 @@ If both have the same regions and checksums, equal checksums mean equal bytes, a
 memory is limited to two slabs, and whatever is reported as the same has the same bytes in both checkpoints.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -193,13 +193,33 @@ def _compare_all_objects(
             outcome = Outcome.ONLY_SECOND if one is None else Outcome.ONLY_FIRST
         else:
             values = with_elements(*first.parse(one)), with_elements(*second.parse(other))
-            outcome = Outcome.SAME if values[0] == values[1] else Outcome.VALUES
+            outcome = Outcome.SAME if are_same(*values) else Outcome.VALUES
             if not (is_plain(values[0]) and is_plain(values[1])):
                 # Two opaque values are known to be the same only if their archives are, byte by byte.
                 are_archives = first.archive is None and second.archive is None
                 is_same = are_archives and first.read_object_item(one) == second.read_object_item(other)
                 outcome = Outcome.SAME if is_same else Outcome.UNKNOWN
         yield NameComparison(name=name, outcome=outcome, first=texts[0], second=texts[1])
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return True if plain values have equal types and bits: unlike with ==, NaN is itself and 1 is not True."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        keys = {key: key for key in other}
+        return len(one) == len(other) and all(
+            key in keys and are_same(key, keys[key]) and are_same(inner, other[key])
+            for key, inner in one.items()
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    if isinstance(one, set | frozenset):
+        return {(type(each), each) for each in one} == {(type(each), each) for each in other}
+    if isinstance(one, float | complex):
+        # The text tells signs of zero and NaN apart.
+        return repr(one) == repr(other)
+    return bool(one == other)
 
 
 def format_value(value: object) -> str:

@@ -1,12 +1,14 @@
 """Differences are counted by bits and measured as numbers, for every element type that has numbers."""
 
+import copy
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.checkpoint.formats.restricted_pickle import Opaque
-from penstock.checkpoint.tools.diff import count_differences, format_value
+from penstock.checkpoint.tools.diff import are_same, count_differences, format_value
 
 
 def view(array: Any) -> memoryview:
@@ -60,3 +62,31 @@ def test_bools_are_numbers_too() -> None:
 )
 def test_values_are_formatted_briefly(value: object, text: str) -> None:
     assert format_value(value) == text
+
+
+ALIKE: list[tuple[Any, Any]] = [
+    (1, True),
+    (1, 1.0),
+    (1, 1 + 0j),
+    (0.0, -0.0),
+    ([1], (1,)),
+    ({1: 2}, {"1": 2}),
+    ({1: 2}, {True: 2}),
+    ({"a": [0.0]}, {"a": [-0.0]}),
+    ({1}, {1.0}),
+    (b"a", bytearray(b"a")),
+    ([1], [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE, ids=str)
+def test_values_that_are_only_equal_differ(one: Any, other: Any) -> None:
+    assert not are_same(one, other)
+    assert not are_same(other, one)
+    assert are_same(one, copy.deepcopy(one))
+
+
+def test_a_nan_is_the_same_in_another_checkpoint() -> None:
+    assert are_same(
+        {"best": [float("nan"), (1 + float("nan") * 1j,)]}, {"best": [math.nan, (1 + math.nan * 1j,)]}
+    )
