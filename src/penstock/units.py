@@ -104,6 +104,8 @@ def parse_rate(text: str) -> float:
         raise UsageError(
             f"{text!r} is not a rate", fix="Write bytes per second, for example 2GiB/s or 100MB/s."
         )
+    if amount.strip().endswith("b"):
+        raise UsageError(f"{text!r} may mean bits", fix="Write bytes, with B: 100Gb/s is 12.5GB/s.")
     return float(parse_bytes(amount))
 
 

@@ -167,7 +167,7 @@ def test_rates_are_bytes_per_second_both_ways() -> None:
     assert format_rate(1.5 * 1024**3) == "1.50 GiB/s"
 
 
-@pytest.mark.parametrize("text", ["2GiB", "2GiB/min", "2Gb/s/s", "2/s"])
-def test_a_rate_without_per_second_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["2GiB", "2GiB/min", "2Gb/s/s", "2/s", "2Gb/s", "2Gib/s", "2gb/s"])
+def test_what_is_no_rate_of_bytes_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_rate(text)

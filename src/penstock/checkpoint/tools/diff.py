@@ -203,7 +203,7 @@ def _compare_all_objects(
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return True if plain values have equal types and bits: unlike with ==, NaN is itself and 1 is not True."""
+    """Return True if plain values have equal types and bits: NaN is NaN, and 1 is not True."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from penstock.reports.page import is_page, render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Section, Series, Table, Tone
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.results.published_files import publishing, write_text
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, count_left_out, heading
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -68,11 +68,10 @@ def is_report_file(path: Path) -> bool:
 def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
     """Write the three files into `folder`, replacing those of an earlier report."""
     paths = [folder / name for name in REPORT_FILES]
-    with translate_os_errors("Writing the report", str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths[0].write_bytes(render_report(comparison_page(comparison)).encode(errors="backslashreplace"))
-        paths[1].write_text(render_markdown(comparison), encoding="utf-8")
-        pq.write_table(tabulate_cells(comparison), paths[2])
+    write_text(folder, paths[0].name, render_report(comparison_page(comparison)))
+    write_text(folder, paths[1].name, render_markdown(comparison))
+    with publishing(folder, paths[2].name) as file:
+        pq.write_table(tabulate_cells(comparison), file)
     return paths
 
 

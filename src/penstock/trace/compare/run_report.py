@@ -16,7 +16,7 @@ from typing import Any, Final
 from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.reports.report import Cell, Chart, Kind, Report, Section, Series, Table, Tone
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.results.published_files import write_text
 from penstock.trace import figures
 from penstock.trace.compare.findings import find_in_runs, say_left_out
 from penstock.trace.compare.report import (
@@ -161,9 +161,7 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
 
 def write_run_report(report: RunReport, path: Path) -> None:
     """Write the page, replacing an earlier one."""
-    with translate_os_errors("Writing the report", str(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(render_report(report.page()).encode(errors="backslashreplace"))
+    write_text(path.parent, path.name, render_report(report.page()))
 
 
 PARTIAL: Final = "F1"
