@@ -207,7 +207,7 @@ def _list_runs(parent: str) -> Iterable[str]:
 
 def new_file(text: str) -> Path:
     """Parse the path of a file to write. Refuses an unwritable path now, not after hours of measuring."""
-    from penstock.storage.files.local_files import is_own_stream
+    from penstock.storage.files.local_files import OF_SHELL
 
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
@@ -216,7 +216,7 @@ def new_file(text: str) -> Path:
     if path.is_symlink() and not path.exists():
         raise UsageError(f"{path} is a link to nothing", fix="Remove it, or choose another name.")
     # The file is written under another name, which then replaces this one.
-    if is_own_stream(path) or (path.exists() and not path.is_file()):
+    if text.startswith(OF_SHELL) or (path.exists() and not path.is_file()):
         raise UsageError(f"{path} is not a file", fix="Name a file.")
     if not there.is_dir():
         raise UsageError(f"{there} is not a directory", fix="Choose a directory.")

@@ -45,7 +45,7 @@ from penstock.environment import find_other_writer
 from penstock.errors import DataDamaged, UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.storage.files.local_files import is_own_stream, parse_json, replace_durably
+from penstock.storage.files.local_files import OF_SHELL, parse_json, replace_durably
 from penstock.storage.files.system_calls import map_os_error, translate_os_errors
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
@@ -462,7 +462,7 @@ def _explained(place: str) -> Iterator[None]:
 def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a file that becomes `target` when the block ends, and a folder next to it to work in."""
     # Of a device or a pipe, only its name would be replaced.
-    if is_own_stream(target) or (target.exists() and not target.is_file()):
+    if str(target).startswith(OF_SHELL) or (target.exists() and not target.is_file()):
         raise UsageError("The output must be a file", where=str(target), fix="Name a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     # A conversion into the same table that was killed has left its folder.

@@ -20,6 +20,8 @@ from penstock.errors import AccessRefused
 
 MOST_BYTES: Final = 64 << 20
 """The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
+OF_SHELL: Final = ("/dev/fd/", "/dev/std")
+"""The names of files that a shell has opened for this process, such as /dev/stdout or `<(...)`, begin so."""
 _NO_FILE: Final = "This is a device, a pipe or a socket, not a file"
 
 
@@ -95,11 +97,6 @@ def _sync_path(path: str | os.PathLike[str], flags: int) -> None:
         os.close(descriptor)
 
 
-def is_own_stream(path: str | os.PathLike[str]) -> bool:
-    """Return True for a file that a shell has opened for this process, such as /dev/stdout or `<(...)`."""
-    return str(path).startswith(("/dev/fd/", "/dev/std"))
-
-
 def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file; refuse pipes, which would wait for a writer, and devices, which may never end.
 
@@ -107,7 +104,7 @@ def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
-    if stat.S_ISFIFO(mode) and is_own_stream(path):
+    if stat.S_ISFIFO(mode) and str(path).startswith(OF_SHELL):
         os.set_blocking(file.fileno(), True)
     elif not stat.S_ISREG(mode):
         file.close()

@@ -169,13 +169,13 @@ def test_a_file_that_the_users_code_misses_is_no_dead_worker(tmp_path: Path) -> 
 
 def test_a_worker_whose_death_is_told_during_the_cleanup_is_named_as_dead() -> None:
     class Interrupted(Progress):
-        def enter(self, activity: str) -> None:
+        def enter(self, activity: Any, **_: Any) -> None:
             if activity == "working":
                 raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
-    def batches() -> Iterator[Any]:
-        raise ConnectionResetError("Connection reset by peer")
-        yield
+    class Broken:
+        def __iter__(self) -> Iterator[Any]:
+            raise ConnectionResetError("Connection reset by peer")
 
     loop = EpochLoop(
         comm=SoloComm(),
@@ -185,4 +185,4 @@ def test_a_worker_whose_death_is_told_during_the_cleanup_is_named_as_dead() -> N
         name="mine:x",
     )
     with pytest.raises(StorageError, match="A worker of the loader mine:x died at step 1 of epoch 1: worker"):
-        loop.run_epoch(batches(), 1)
+        loop.run_epoch(Broken(), 1)
