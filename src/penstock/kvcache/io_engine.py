@@ -95,6 +95,7 @@ class IoEngine:
         self._settings = settings
         self._advance = advance
         self._stopped = threading.Event()
+        self._all_started = threading.Event()
         # Guarded by `_changed`: the place of the next operation, and the operations that use each object.
         self.num_begun = 0
         self._writing: set[int] = set()
@@ -125,10 +126,14 @@ class IoEngine:
         with ThreadPoolExecutor(len(buffers), "kvcache") as pool, ExitStack() as undo:
             # Ctrl-C arrives here, in the thread that waits for the workers, and not in theirs.
             undo.callback(self._stop)
-            for future in [pool.submit(self._run_worker, own) for own in buffers]:
+            futures = [pool.submit(self._run_worker, own) for own in buffers]
+            self._all_started.set()
+            for future in futures:
                 future.result()
 
     def _run_worker(self, buffers: _Buffers) -> None:
+        # The pool does not know a thread that was being started when Ctrl-C arrived, so it must not work.
+        self._all_started.wait()
         with suppress(_Stopped), ExitStack() as undo:
             # A worker that fails stops the others, which would otherwise wait for what it was to write.
             undo.callback(self._stop)
@@ -143,6 +148,7 @@ class IoEngine:
     def _stop(self) -> None:
         with self._changed:
             self._stopped.set()
+            self._all_started.set()
             self._changed.notify_all()
 
     def _take(self) -> int | None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,26 @@ def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: 
     engine = execute(storage, operations)
     counts = Counter(engine.timed["outcome"].tolist())
     assert counts == {EntryOutcome.DONE: num_stored, EntryOutcome.MISSING: 64}
+
+
+def test_no_operation_begins_if_ctrl_c_arrives_while_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **named: Any) -> Any:
+            super().submit(*arguments, **named)
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.kvcache.io_engine.ThreadPoolExecutor", Interrupted)
+    storage = open_storage(str(tmp_path), {})
+    engine = IoEngine(
+        storage, rows((Op.WRITE, 1), (Op.WRITE, 2)), EntryLayout(namespace="test"), EngineSettings()
+    )
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert engine.num_begun == 0
+    assert list(storage.list()) == []
 
 
 @pytest.mark.parametrize("pace", [("60", "0.001"), ("10000", "0")], ids=["open loop", "closed loop"])
