@@ -225,7 +225,7 @@ def compute_phase_figures(
             times,
             threshold=threshold,
             passed=meets_threshold,
-            ceiling=limit["compute_share"] if limit else None,
+            ceiling=limit["au_compat"] / 100 if limit else None,
         )
         if times
         else None,
@@ -499,8 +499,8 @@ def find_bottleneck(
 ) -> BottleneckVerdict:
     """Find the bottleneck of a run that should compute for the share `threshold` of its time.
 
-    `passed` is true if its AU sufficed. `ceiling` is the share that the same run reached on zero-cost
-    storage, if that was measured.
+    `passed` is true if its AU sufficed. `ceiling` is the AU that the same run reached on zero-cost storage,
+    as a share, if that was measured.
     """
     shares = times.shares
     divided = (
@@ -510,7 +510,7 @@ def find_bottleneck(
     )
     evidence = [divided]
     if ceiling is not None:
-        evidence.append(f"On storage that costs nothing the same run computed {ceiling:.1%} of its time.")
+        evidence.append(f"On storage that costs nothing the same run reached AU {ceiling:.1%}.")
     if passed:
         found, reason = Bottleneck.NONE, ""
     elif ceiling is not None and ceiling < threshold:
