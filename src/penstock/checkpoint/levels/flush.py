@@ -398,15 +398,21 @@ class Flusher:
         if left:
             self._copy(step, note, share, left, draft)
         self._waiting_since_s[step] = time.monotonic()
+        reason = ""
         if any(draft.sizes().get(name) != size_bytes for name, size_bytes in seal.sizes.items()):
-            self._set(step, phase="waiting", copied_bytes=size_bytes, reason="the files of other nodes")
-            return is_committed(durable, name, seal.manifest)
-        if draft.publish(seal):
+            reason = "the files of other nodes"
+        elif draft.publish(seal):
             # A newer step may have become durable since, and retention after it could not remove this one.
             for newest in filter(step.__le__, sorted({step, *self._folder.noted_steps()})):
                 apply_retention(StepCatalog(durable), newest, note.keep)()
+        # Another node may have published the draft since, also while its files were looked at.
         is_durable = is_committed(durable, name, seal.manifest)
-        self._set(step, phase="durable" if is_durable else "waiting", copied_bytes=size_bytes, reason="")
+        self._set(
+            step,
+            phase="durable" if is_durable else "waiting",
+            copied_bytes=size_bytes,
+            reason="" if is_durable else reason,
+        )
         logger.info("%s is %s", name, self._state(step).phase)
         return is_durable
 

@@ -392,6 +392,20 @@ def test_without_background_a_save_returns_when_its_step_is_durable(by: Any, tmp
         assert steps_of(tmp_path) == [2]
 
 
+def test_a_draft_that_another_node_publishes_during_the_last_look_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_cached(tmp_path, 1)
+    note(tmp_path, 1)
+    looks = iter([{}, {}])
+    commits = iter([False, True])
+    # Its files are there no more, because the draft has become the step.
+    monkeypatch.setattr("penstock.checkpoint.levels.flush._SharedDraft.sizes", lambda _: next(looks))
+    monkeypatch.setattr("penstock.checkpoint.levels.flush.is_committed", lambda *_: next(commits))
+    state = flush(tmp_path)[1]
+    assert (state.phase, state.reason) == ("durable", "")
+
+
 @pytest.mark.parametrize("by", ["daemon", "trainer"])
 def test_closing_flushes_the_newest_step_whatever_its_turn(by: Any, tmp_path: Path) -> None:
     with manager_of(tmp_path, flush=Flush(by=by, every=2)) as manager:
