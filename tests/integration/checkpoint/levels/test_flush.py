@@ -397,7 +397,7 @@ def test_a_draft_that_another_node_publishes_during_the_last_look_is_durable(
 ) -> None:
     save_cached(tmp_path, 1)
     note(tmp_path, 1)
-    looks = iter([{}, {}])
+    looks: Iterator[dict[str, int]] = iter([{}, {}])
     commits = iter([False, True])
     # Its files are there no more, because the draft has become the step.
     monkeypatch.setattr("penstock.checkpoint.levels.flush._SharedDraft.sizes", lambda _: next(looks))
