@@ -87,8 +87,8 @@ def is_run(folder: Path) -> bool:
 
 def may_delete(folder: Path) -> bool:
     """Return True if a folder is empty or has a file of a run: a forged history may name any folder."""
-    patterns = (RUN_FILE, *_LEFT_BY_RUNS)
-    return not any(folder.iterdir()) or any(any(folder.glob(pattern)) for pattern in patterns)
+    of_runs = (STATUS_FILE, "spool/*.events", "counters/*.jsonl")
+    return is_run(folder) or not any(folder.iterdir()) or any(any(folder.glob(one)) for one in of_runs)
 
 
 def run_folders(parent: Path) -> list[Path]:

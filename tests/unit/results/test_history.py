@@ -231,6 +231,7 @@ def test_a_forged_entry_deletes_no_folder_of_something_else(tmp_path: Path) -> N
     history.end(history.read()[0][0]["run"], "failed", "")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.tex").write_text("years of work")
+    (tmp_path / "thesis/figures.parquet").touch()
     (run,) = history_module.read_catalog(tmp_path)[0]
     with pytest.raises(UsageError, match="No file in the folder"):
         history_module.delete_runs(tmp_path, [run])
