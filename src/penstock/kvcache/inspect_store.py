@@ -27,8 +27,8 @@ from penstock.kvcache.models import MODELS, KvModel
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import unfinished_objects
-from penstock.storage.files.local_files import MOST_BYTES, parse_json
-from penstock.storage.protocol import ObjectInfo, Source, read_object
+from penstock.storage.files.local_files import parse_json
+from penstock.storage.protocol import MOST_BYTES, ObjectInfo, Source, read_object
 
 Tier = Literal["vllm", "lmcache-disk", "lmcache-fs", "lmcache-l2", "penstock"]
 CONFIG: Final = "config.json"

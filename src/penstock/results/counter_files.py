@@ -26,8 +26,9 @@ from penstock.cluster.host_counters import CounterCoverage, CounterSample, HostH
 from penstock.errors import ObjectNotFound
 from penstock.results.parquet_tables import WORDS, Spool, open_table, publishing_table, read_spool_header
 from penstock.results.step_events import RankEvents, SpanKind
-from penstock.storage.files.local_files import MOST_BYTES, open_to_read, parse_json
+from penstock.storage.files.local_files import open_to_read, parse_json
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.protocol import MOST_BYTES
 from penstock.units import format_bytes
 
 logger = logging.getLogger(__name__)

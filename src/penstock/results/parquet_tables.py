@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
 from penstock.storage.files.local_files import (
-    MOST_BYTES,
     open_to_read,
     open_without_links,
     parse_json,
     sync_open_file,
 )
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.protocol import MOST_BYTES
 
 Header = TypeVar("Header")
 

@@ -13,9 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, Self, runtime_checkable
 
-from penstock.errors import AccessRefused, ObjectNotFound
+from penstock.errors import AccessRefused, DataDamaged, ObjectNotFound
+
+MOST_BYTES: Final = 64 << 20
+"""The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
+MOST_WHOLE: Final = 512 << 20
+"""The largest object of any kind that is read whole: what describes a checkpoint of two million parts."""
 
 OptionValue = str | int | float | bool | tuple[str, ...]
 
@@ -267,7 +272,10 @@ class SupportsWholeReads(Protocol):
     """A `Storage` that gets a small object and its description in one request."""
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
-        """Return the object and its description; raise `ObjectNotFound` if there is none."""
+        """Return the object and its description; raise `ObjectNotFound` if there is none.
+
+        Raises `DataDamaged` for an object of more than `MOST_WHOLE` bytes.
+        """
 
 
 @runtime_checkable
@@ -306,10 +314,10 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     return check_key(folder, root_uri) if folder else ""
 
 
-def read_if_any(storage: Storage, key: str) -> bytes | None:
+def read_if_any(storage: Storage, key: str, *, at_most: int = MOST_BYTES) -> bytearray | None:
     """Return the content of a small object, or None if there is none."""
     try:
-        return bytes(read_object(storage, key))
+        return read_object(storage, key, at_most=at_most)
     except ObjectNotFound:
         return None
 
@@ -321,14 +329,31 @@ def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     return storage.stat(key), read_object(storage, key)
 
 
-def read_object(storage: Storage, key: str) -> bytearray:
-    """Return all bytes of one object, in new memory; raise `ObjectNotFound` if there is none."""
+def read_object(storage: Storage, key: str, *, at_most: int = MOST_BYTES) -> bytearray:
+    """Return all bytes of one object, in new memory; raise `ObjectNotFound` if there is none.
+
+    Raises `DataDamaged` for one of more than `at_most` bytes: a sparse file of any size costs nothing.
+    """
+    uri = f"{storage.uri}/{key}"
     if isinstance(storage, SupportsWholeReads):
-        return storage.read_whole(key)[1]
+        content = storage.read_whole(key)[1]
+        require_small(len(content), uri, at_most)
+        return content
     with closing(storage.open(key)) as source:
+        require_small(source.size_bytes, uri, at_most)
         content = bytearray(source.size_bytes)
         source.read_into(0, memoryview(content))
     return content
+
+
+def require_small(size_bytes: int, uri: str, at_most: int) -> None:
+    """Raise `DataDamaged` for an object of more than `at_most` bytes, which are read at once."""
+    if size_bytes > at_most:
+        raise DataDamaged(
+            f"It has {size_bytes:,} bytes, more than the {at_most:,} that are read at once",
+            uri=uri,
+            fix="Find out what wrote it: no document of this name is so large.",
+        )
 
 
 def exists(storage: Storage, key: str) -> bool:

@@ -1,10 +1,13 @@
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from penstock.errors import AccessRefused, ObjectNotFound
+from penstock.errors import AccessRefused, DataDamaged, ObjectNotFound
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.protocol import exists, read_if_any, read_object, write_object
+from penstock.storage.uri import open_here
 
 
 def test_an_object_is_its_buffers_in_order() -> None:
@@ -41,6 +44,16 @@ def test_a_write_whose_buffers_run_into_an_error_leaves_nothing() -> None:
 def test_reading_a_missing_object_names_it() -> None:
     with pytest.raises(ObjectNotFound, match="absent"):
         read_object(MemoryStorage(), "absent")
+
+
+def test_a_sparse_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "note").touch()
+    os.truncate(tmp_path / "note", 1 << 42)
+    storage = open_here(tmp_path)
+    with pytest.raises(DataDamaged, match="more than the 67,108,864 that are read at once"):
+        read_object(storage, "note")
+    with pytest.raises(DataDamaged, match="more than the 10 that"):
+        read_if_any(storage, "note", at_most=10)
 
 
 def test_existence_is_absence_of_not_found_and_nothing_else() -> None:

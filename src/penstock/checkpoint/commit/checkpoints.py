@@ -66,7 +66,7 @@ from penstock.storage.capabilities import (
     sync_names,
 )
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.storage.protocol import exists, read_if_any, read_object, write_object
+from penstock.storage.protocol import MOST_WHOLE, exists, read_if_any, read_object, write_object
 from penstock.storage.uri import find_opener, open_here, parse_uri
 
 logger = logging.getLogger(__name__)
@@ -114,13 +114,16 @@ class CheckpointRef:
 
     def read_manifest(self) -> Manifest:
         """Return the checkpoint's manifest; raise `ObjectNotFound` if it is another program's checkpoint."""
-        return read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
+        return read_manifest(self._read_whole(MANIFEST_NAME), self.uri)
+
+    def _read_whole(self, name: str) -> bytearray:
+        return read_object(self.storage, self.key(name), at_most=MOST_WHOLE)
 
     def read_seal(self) -> tuple[Manifest, Seal]:
         """Return the parsed manifest and the seal; raise `DataDamaged` if either of its files has changed."""
-        content = bytes(read_object(self.storage, self.key(MANIFEST_NAME)))
+        content = bytes(self._read_whole(MANIFEST_NAME))
         manifest = read_manifest(content, self.uri)
-        metadata = bytes(read_object(self.storage, self.key(METADATA_NAME)))
+        metadata = bytes(self._read_whole(METADATA_NAME))
         if checksum_of(metadata) != manifest.metadata_sum:
             raise DataDamaged("The checksum of its .metadata differs", where=self.uri)
         sizes = {file.name: file.size_bytes for file in manifest.files}

@@ -43,7 +43,7 @@ from weakref import WeakSet
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.formats.description import checksum_of, read_manifest, require_complete
+from penstock.checkpoint.formats.description import checksum_object, read_manifest, require_complete
 from penstock.errors import (
     AccessRefused,
     AlreadyThere,
@@ -64,6 +64,7 @@ from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import (
+    MOST_WHOLE,
     ObjectInfo,
     exists,
     read_described,
@@ -321,7 +322,7 @@ class WriterLease:
         (holders := _HOLDERS.setdefault(self._storage.uri, WeakSet())).discard(self)
         try:
             own = lease_text(self._owner())
-            if self._is_held and not holders and read_if_any(self._storage, WRITER_LEASE) == own:
+            if self._is_held and not holders and (read_if_any(self._storage, WRITER_LEASE) or b"") == own:
                 self._storage.delete(WRITER_LEASE)
         except StorageError as error:
             logger.debug("Could not remove %s: %s", WRITER_LEASE, error)
@@ -590,7 +591,7 @@ def read_identity(storage: Storage, folder: str) -> bytes:
         source.read_into(0, memoryview(head))
         return bytes(head)
     with suppress(ObjectNotFound):
-        return checksum_of(read_object(storage, below + METADATA_NAME))
+        return checksum_object(storage, below + METADATA_NAME)
     return b""
 
 
@@ -619,7 +620,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
     if strange:
         # Files of manager.output() have names that the user chose; the manifest lists them.
         try:
-            content = read_object(storage, f"{name}/{MANIFEST_NAME}")
+            content = read_object(storage, f"{name}/{MANIFEST_NAME}", at_most=MOST_WHOLE)
             known = {file.name for file in read_manifest(content, f"{storage.uri}/{name}").files}
         except (StorageError, Unavailable) as error:
             logger.debug("%s has no readable manifest: %s", name, error)

@@ -54,7 +54,7 @@ from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
-from penstock.storage.protocol import Source, exists, read_if_any, read_object
+from penstock.storage.protocol import MOST_WHOLE, Source, exists, read_if_any
 
 logger = logging.getLogger(__name__)
 
@@ -381,9 +381,8 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
 
 def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     index_key = _key(folder, safetensors.INDEX_NAME)
-    file_of = (
-        safetensors.read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
-    )
+    content = read_if_any(storage, index_key, at_most=safetensors.LARGEST_HEADER)
+    file_of = None if content is None else safetensors.read_index(content, uri)
     if file_of is not None:
         names = sorted(set(file_of.values()))
     else:
@@ -509,12 +508,12 @@ def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSourc
 _NUM_READINGS = 5
 
 
-def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
+def _read_description(storage: Storage, folder: str) -> tuple[bytearray | None, bytearray | None]:
     """Return the `.metadata` and manifest of the same save, or None for a file that is missing."""
     is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
-        manifest = read_if_any(storage, _key(folder, MANIFEST_NAME))
-        metadata = read_if_any(storage, _key(folder, METADATA_NAME))
+        manifest = read_if_any(storage, _key(folder, MANIFEST_NAME), at_most=MOST_WHOLE)
+        metadata = read_if_any(storage, _key(folder, METADATA_NAME), at_most=MOST_WHOLE)
         # If a save has replaced the folder between the two reads, its manifest differs.
         if manifest is None or is_final or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break

@@ -53,7 +53,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.protocol import Source, read_object
+from penstock.storage.protocol import MOST_WHOLE, Source, read_object
 from penstock.transfer.buffers import WarmMemory
 from penstock.units import format_bytes
 
@@ -243,7 +243,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     storage, name = follow_link(*open_parent(path))
     uri, folder = checkpoint_uri(storage, name), find_folder(storage, name)
     try:
-        content = read_object(storage, f"{folder}/{MANIFEST_NAME}")
+        content = read_object(storage, f"{folder}/{MANIFEST_NAME}", at_most=MOST_WHOLE)
     except StorageError:
         return _verify_foreign(path, uri, progress)
     try:
@@ -336,7 +336,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[
     """Return the number of bytes that could be read, and what is wrong with them."""
     wrong = partial(Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
     try:
-        content = read_object(storage, f"{folder}/{METADATA_NAME}")
+        content = read_object(storage, f"{folder}/{METADATA_NAME}", at_most=MOST_WHOLE)
     except ObjectNotFound:
         return 0, [wrong(what="the file is missing")]
     except StorageError as error:

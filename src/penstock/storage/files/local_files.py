@@ -17,9 +17,8 @@ from typing import IO, Any, BinaryIO, Final
 
 from penstock.environment import find_other_writer
 from penstock.errors import AccessRefused
+from penstock.storage.protocol import MOST_BYTES
 
-MOST_BYTES: Final = 64 << 20
-"""The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
 OF_SHELL: Final = ("/dev/fd/", "/dev/std")
 """The names of files that a shell has opened for this process, such as /dev/stdout or `<(...)`, begin so."""
 _NO_FILE: Final = "This is a device, a pipe or a socket, not a file"

@@ -29,7 +29,15 @@ from penstock.storage.objects.client import (
 from penstock.storage.objects.client_settings import resolve_settings
 from penstock.storage.objects.object_requests import RetryingRequests
 from penstock.storage.objects.object_sink import NewObject, ObjectSink
-from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
+from penstock.storage.protocol import (
+    MOST_WHOLE,
+    Counters,
+    ObjectInfo,
+    OptionValue,
+    check_key,
+    check_prefix,
+    require_small,
+)
 from penstock.storage.uri import Location
 
 
@@ -173,6 +181,7 @@ class ObjectStorage:
                 return _describe(key, found), bytearray(small)
         else:
             found = self._head(key)
+        require_small(found.size_bytes, self._uri_of(key), MOST_WHOLE)
         content = bytearray(found.size_bytes)
         ObjectSource(found, self._uri_of(key), self._requests).read_into(0, memoryview(content))
         return _describe(key, found), content
