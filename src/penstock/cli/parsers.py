@@ -5,7 +5,6 @@ For a wrong value, a parser raises `UsageError`, to which the option layer adds 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from penstock.errors import AccessRefused, UsageError
+from penstock.errors import UsageError
 from penstock.units import SIZE_LIMITS, TIME_LIMITS, join_groups, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -208,6 +207,7 @@ def _list_runs(parent: str) -> Iterable[str]:
 def new_file(text: str) -> Path:
     """Parse the path of a file to write. Refuses an unwritable path now, not after hours of measuring."""
     from penstock.storage.files.local_files import OF_SHELL
+    from penstock.storage.files.system_calls import require_writable
 
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
@@ -220,12 +220,7 @@ def new_file(text: str) -> Path:
         raise UsageError(f"{path} is not a file", fix="Name a file.")
     if not there.is_dir():
         raise UsageError(f"{there} is not a directory", fix="Choose a directory.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise AccessRefused(
-            "No file can be created here",
-            uri=str(there),
-            fix="Check the owner and the mode of the directory.",
-        )
+    require_writable(there)
     return path
 
 

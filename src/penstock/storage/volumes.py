@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.errors import OutOfSpace, UsageError
 from penstock.storage.files.local_files import sync_folder
+from penstock.storage.files.system_calls import require_writable
 from penstock.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,11 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
         return
     folder = nearest_folder(root)
     if find_room(folder) < size_bytes:
+        require_writable(folder)
         total_bytes, _, free_bytes = shutil.disk_usage(folder)
-        if not (total_bytes and os.access(folder, os.W_OK)):
-            why = (
-                "you may not write to the folder" if total_bytes else "the file system has no room for files"
-            )
+        if not total_bytes:
             raise OutOfSpace(
-                f"{what} cannot be written here: {why}",
+                f"{what} cannot be written here: the file system has no room for files",
                 uri=str(folder),
                 fix="Name a folder in which you may write, on a disk or another storage system.",
             )

@@ -1,13 +1,11 @@
 """File systems that are mounted read-only, where all that reads works and writes nothing, or that go away."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.mounted import run_mounted
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
@@ -15,8 +13,6 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.manager.manager import Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-MOUNTED = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1"'
 
 LOADS = """
 import sys, torch
@@ -110,19 +106,6 @@ for folder in (root, f"{root}/run"):
     manager.save(4, state)
     print(manager.steps())
 """
-
-
-def run_mounted(folder: Path, program: str, mounted: str = MOUNTED) -> str:
-    """What `program` prints when everything below `folder` is mounted read-only for it alone."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        pytest.skip("unshare is not installed")
-    if subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("mounts need privileges that this user lacks")
-    command = [unshare, "-m", "sh", "-c", mounted, "sh", str(folder), sys.executable, program]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture

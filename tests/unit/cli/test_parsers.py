@@ -151,7 +151,7 @@ def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
         ("pipe", UsageError, "is not a file"),
         ("/dev/null", UsageError, "is not a file"),
         ("/dev/stdout", UsageError, "is not a file"),
-        ("/proc/1/new.html", AccessRefused, "No file can be created here"),
+        ("/proc/1/new.html", AccessRefused, "Creating files failed: Permission denied"),
     ],
 )
 def test_a_place_for_no_file_is_refused_before_the_work_begins(

@@ -170,6 +170,14 @@ def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
     return kind(f"{doing} failed: {error.strerror or error}", uri=uri, fix=fix, errno=number)
 
 
+def require_writable(folder: str | os.PathLike[str]) -> None:
+    """Raise `AccessRefused` if this process cannot create files in an existing folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_read_only else errno.EACCES
+        raise map_os_error(OSError(number, os.strerror(number)), "Creating files", os.fspath(folder))
+
+
 @contextmanager
 def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
     """Convert OSErrors in the block to `StorageError`s; too slow to use for every buffer."""
