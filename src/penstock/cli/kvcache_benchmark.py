@@ -371,6 +371,7 @@ def view_cache_run(document: Mapping[str, Any]) -> View:
                 "requests/s": f"{point['requests_per_s']:.2f}",
                 "load p95 ms": f"{point['load_p95_ms']:.1f}",
                 "lag p95 ms": f"{point['lag_p95_ms']:.1f}",
+                "answered": format_number(point.get("answered"), ".1%"),
                 "objective": "met" if point["meets"] else "missed",
             }
             for point in sustained["points"]

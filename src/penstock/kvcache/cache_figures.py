@@ -186,7 +186,10 @@ _SMALL_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """The times of one rank, or of all. `load_ns` is the time of each request's reads, -1 if it had none."""
+    """The times of one rank, or of all. `load_ns` is the time of each request's reads, -1 if it had none.
+
+    Of the operations that were `done`, those that succeeded before the run's requests ended were `answered`.
+    """
 
     elapsed_ns: int
     read_bytes: int
@@ -197,6 +200,7 @@ class Times:
     load_ns: Integers
     missed_requests: NDArray[np.bool_]
     done: int
+    answered: int
     outcomes: Counter[str]
 
     @property
@@ -210,8 +214,8 @@ class Times:
         return LatencyHistogram.of(self.load_ns[self.load_ns >= 0])
 
 
-def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int) -> Times:
-    """Sum up one rank's operations."""
+def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int, end_s: float) -> Times:
+    """Sum up one rank's operations in a run whose requests end at `end_s`."""
     ran = timed["outcome"] != EntryOutcome.NOT_RUN
     operations, timed = operations[ran], timed[ran]
     is_done = timed["outcome"] == EntryOutcome.DONE
@@ -228,6 +232,7 @@ def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: i
         load_ns=_load_times(operations[is_read], timed[is_read], num_requests),
         missed_requests=missed,
         done=len(operations),
+        answered=int((is_done & (timed["end_ns"] <= end_s * 1e9)).sum()),
         outcomes=Counter(
             {outcome.name.lower(): int((timed["outcome"][is_read] == outcome).sum()) for outcome in MISSES}
         ),
@@ -255,6 +260,7 @@ def merge_ranks(ranks: Sequence[Times]) -> Times:
         load_ns=np.max([rank.load_ns for rank in ranks], axis=0),
         missed_requests=np.any([rank.missed_requests for rank in ranks], axis=0),
         done=sum(rank.done for rank in ranks),
+        answered=sum(rank.answered for rank in ranks),
         outcomes=sum((rank.outcomes for rank in ranks), Counter()),
     )
 

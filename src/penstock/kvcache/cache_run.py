@@ -4,10 +4,11 @@ Collective: every rank calls `run_plan` and gets the same result. Entries are re
 an interruption, unless the request keeps them. Whatever a killed run leaves behind, the next run removes.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import numpy as np
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.recorded_run import DeviceObserver, RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.errors import ObjectNotFound
+from penstock.errors import ObjectNotFound, UsageError
 from penstock.kvcache import cache_figures
 from penstock.kvcache.cache_figures import FILE, FORMAT_VERSION, Times
 from penstock.kvcache.entries import MISSES, EntryLayout
@@ -55,17 +56,31 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
     return {"left_entries": len(left), "other_objects": other_objects, "other_bytes": other_bytes}
 
 
-def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout, progress: Progress) -> None:
-    """Remove all objects that these operations write; any that do not exist are ignored."""
-    _remove(storage, _written_keys(operations, layout), progress)
+def remove_entries(
+    storage: Storage,
+    operations: Operations,
+    layout: EntryLayout,
+    progress: Progress,
+    *,
+    side_files: Iterable[str] = (),
+) -> None:
+    """Remove all objects that these operations write, `side_files`, and folders that are then empty.
+
+    Any that do not exist are ignored.
+    """
+    _remove(storage, _written_keys(operations, layout).union(side_files), progress)
 
 
 def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
     """Make the names of written entries survive a power cut, as their bytes already do."""
-    paths = [PurePosixPath(key) for key in _written_keys(operations, layout)]
-    for folder in {parent for path in paths for parent in path.parents}:
+    for folder in ("", *_folders(_written_keys(operations, layout))):
         with suppress(ObjectNotFound):  # not all operations were executed
-            capabilities.sync_names(storage, "" if folder == PurePosixPath() else str(folder))
+            capabilities.sync_names(storage, folder)
+
+
+def _folders(keys: Iterable[str]) -> set[str]:
+    """Return the folders below the root in which objects with these keys lie."""
+    return {str(folder) for key in keys for folder in PurePosixPath(key).parents[:-1]}
 
 
 def _written_keys(operations: Operations, layout: EntryLayout) -> frozenset[str]:
@@ -82,6 +97,10 @@ def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None
     progress.begin("removing entries", len(keys))
     with ThreadPoolExecutor(_REMOVERS) as pool:
         list(pool.map(remove, keys))
+    if (root := capabilities.find_local_root(storage)) is not None:
+        for folder in sorted(_folders(keys), reverse=True):  # inner folders before outer ones
+            with suppress(OSError):  # has other files, never existed, or another rank was faster
+                (root / folder).rmdir()
 
 
 _DOUBLINGS: Final = 12
@@ -89,22 +108,28 @@ _BISECTIONS: Final = 3
 _IMPROVED: Final = 0.9
 """If half the load still takes more than this share of the load time, even less load will not help."""
 _IDLE: Final = 0.25
+_ANSWERED: Final = 0.95
+"""With a smaller share, requests were sent faster than they were answered, however long the objective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPoint:
-    """One measured load. `in_flight` is the average number of operations that each rank had on storage."""
+    """One measured load.
+
+    `answered` is the share of the operations that were over when the last request was sent, 0 if any entry
+    was missing or damaged. `in_flight` is the average number of operations that each rank had on storage.
+    """
 
     speedup: float
     requests_per_s: float
     load_p95_ms: float
     lag_p95_ms: float
-    is_complete: bool
+    answered: float
     in_flight: float = 1.0
 
     def meets(self, objective_ms: float) -> bool:
         """Return True if the storage kept up within the objective, and every entry was read."""
-        return self.is_complete and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
+        return self.answered >= _ANSWERED and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
 
 
 def find_sustained_load(
@@ -113,9 +138,10 @@ def find_sustained_load(
     """Find the largest load that meets the objective, if any; return it with all measured loads.
 
     Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times meets
-    the objective and so does the lag, because storage that falls behind has not sustained anything. The load
-    is doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load is
-    no faster, still smaller loads will not be either: even idle storage misses the objective.
+    the objective and so does the lag, because storage that falls behind has not sustained anything. As a run
+    may be shorter than the objective, operations must also be over when its last request is sent. The load is
+    doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load is no
+    faster, still smaller loads will not be either: even idle storage misses the objective.
     """
     points = [measure(first)]
     factor = 2.0 if points[0].meets(objective_ms) else 0.5
@@ -125,7 +151,7 @@ def find_sustained_load(
             break
         before, now = points[-2:]
         is_idle = now.in_flight < _IDLE and max(before.lag_p95_ms, now.lag_p95_ms) <= objective_ms
-        if factor < 1 and is_idle and now.load_p95_ms > _IMPROVED * before.load_p95_ms:
+        if factor < 1 and is_idle and now.load_p95_ms > max(objective_ms, _IMPROVED * before.load_p95_ms):
             break
     for _ in range(_BISECTIONS):
         best = _best(points, objective_ms)
@@ -186,6 +212,8 @@ class CacheResult:
 def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: Progress) -> CacheResult:
     """Execute the plan on all ranks, and record it in a run's folder. Collective."""
     plan = request.plan
+    if request.objective_ms is not None:
+        _require_answers(request, request.objective_ms)
     with request.open_run(
         Workload(name=f"kvcache-{plan.name}"),
         comm=comm,
@@ -218,10 +246,11 @@ def measure_plan(
     comm: Comm,
     progress: Progress,
     phase: str = "cache operations",
+    end_s: float = inf,
 ) -> CacheResult:
     """Execute the plan like `run_plan`, but without a separate record. Collective.
 
-    `folder` receives the counters of the hosts.
+    `folder` receives the counters of the hosts. What ends after `end_s` does not count as answered.
     """
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
     left: dict[str, int] = {}
@@ -251,7 +280,7 @@ def measure_plan(
             observer.deliver("read", after.read_bytes - before.read_bytes),
             observer.deliver("write", after.written_bytes - before.written_bytes),
         ]
-    mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
+    mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests, end_s)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counts = cache_figures.count_rank(operations, engine.timed, times.elapsed_ns)
     of_ranks = comm.gather(counts, awaiting="the run over time")
@@ -329,11 +358,25 @@ def _left_as_asked(
         yield
     finally:
         if not request.keeps:
-            for key in files:
-                storage.delete(key)
-            remove_entries(storage, operations[: engine.num_begun], request.layout, progress)
+            begun = operations[: engine.num_begun]
+            remove_entries(storage, begun, request.layout, progress, side_files=files)
     if request.keeps:
         sync_entry_names(storage, operations, request.layout)
+
+
+def _require_answers(request: CacheRequest, objective_ms: float) -> None:
+    """Refuse a search in which no load could show whether it meets the objective."""
+    if not (request.plan.in_storage["op"] == Op.READ).any():
+        raise UsageError(
+            "This workload reads nothing from storage, so no load time can meet an objective",
+            fix="Give more --requests, or smaller --gpu and --cpu.",
+        )
+    duration_s = request.engine.duration_s
+    if duration_s is not None and duration_s * 1e3 < objective_ms:
+        raise UsageError(
+            "Each run of the search would be shorter than its objective",
+            fix="Give a --duration of at least 20 objectives, or none.",
+        )
 
 
 def _search_load(
@@ -362,24 +405,27 @@ def _search_load(
         return replace(result, document=result.document | {"ceiling": ceiling, "sustained": sustained})
 
     def measure(speedup: float) -> LoadPoint:
-        engine = replace(request.engine, speedup=speedup)
+        engine, end_s = replace(request.engine, speedup=speedup), inf
         if speedup:
+            end_s = min(span_s / speedup, engine.duration_s or inf)
             # By this time, storage that is far behind has missed the objective.
             limit_s = 1.1 * span_s / speedup + 20 * objective_ms / 1e3
             engine = replace(engine, duration_s=min(limit_s, engine.duration_s or limit_s))
         at_load = replace(request, engine=engine, measures_ceiling=False)
         phase = f"load {len(results) + 1}, {speedup:.3g} times the pace" if speedup else "the highest load"
         result = results[speedup] = measure_plan(
-            at_load, storage, folder, comm=comm, progress=progress, phase=phase
+            at_load, storage, folder, comm=comm, progress=progress, phase=phase, end_s=end_s
         )
-        times, planned = result.times, len(request.plan.in_storage)
-        requests = request.plan.num_requests * (times.done / planned if planned else 1.0)
+        times, due_s = result.times, request.plan.in_storage["time_s"]
+        requests = request.plan.num_requests * times.done / len(due_s)
+        num_due = int(np.count_nonzero(due_s / speedup <= end_s)) if speedup else len(due_s)
+        load_p95_ms = times.loads.percentile_ms(95)
         point = LoadPoint(
             speedup=speedup,
             requests_per_s=requests / times.elapsed_s if times.elapsed_s else 0.0,
-            load_p95_ms=times.loads.percentile_ms(95) or 0.0,
+            load_p95_ms=load_p95_ms or 0.0,
             lag_p95_ms=times.lags.percentile_ms(95) or 0.0,
-            is_complete=result.is_right and times.done == planned,
+            answered=times.answered / num_due if result.is_right and load_p95_ms is not None else 0.0,
             in_flight=(times.reads.sum_ns + times.writes.sum_ns) / max(times.elapsed_ns, 1) / comm.size,
         )
         if speedup:

@@ -65,9 +65,10 @@ def read_volume_id(folder: Path) -> str:
 def locked_folder(folder: Path | None, *, alone: bool = True) -> Iterator[None]:
     """Keep other processes out of a folder while the block runs; if not `alone`, only those that write to it.
 
-    Raises `UsageError` if a process has locked the folder. Otherwise creates it, if `alone`. The kernel
-    releases the lock when this process ends, however it ends, and nothing is written into the folder. Nothing
-    is locked without a folder, or where the file system has no such locks (NFS, Lustre without `flock`).
+    Raises `UsageError` if a process has locked the folder. Otherwise creates it, if `alone`, and removes it
+    at the end if it is still empty. The kernel releases the lock when this process ends, however it ends.
+    Nothing is locked without a folder, or where the file system has no such locks (NFS, Lustre without
+    `flock`).
     """
     with ExitStack() as opened:
         try:
@@ -79,6 +80,8 @@ def locked_folder(folder: Path | None, *, alone: bool = True) -> Iterator[None]:
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
                 opened.callback(os.close, descriptor)
                 fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                for each in reversed(missing):
+                    opened.callback(_remove_if_empty, each)
         except BlockingIOError as error:
             holders = _find_holders(os.fstat(descriptor).st_ino)
             if os.getpid() not in holders:  # a block of this process may be inside another
@@ -90,6 +93,11 @@ def locked_folder(folder: Path | None, *, alone: bool = True) -> Iterator[None]:
         except OSError as error:  # also if the folder is missing, which its reader or writer reports
             logger.debug("%s cannot be locked: %s", folder, error)
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _find_holders(inode: int) -> list[int]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.s3.server import BUCKET, S3Server
+from tests.support.slow_storages import Throttled
 
 from penstock.cli import main
 from penstock.cluster.comm import SoloComm
@@ -210,6 +211,53 @@ def test_parts_of_the_time_add_up_to_the_whole(tmp_path: Path) -> None:
             assert sum(row[f"{name}_bytes"] for row in document["over_run"]) == document[name]["bytes"]
     slowest = max(row["write_p95_ms"] or 0.0 for row in one["over_run"])
     assert slowest <= one["write"]["latency_ms"]["max"] * 1.1
+
+
+@pytest.mark.parametrize("layout", ["penstock", "vllm", "lmcache"])
+def test_a_run_leaves_the_store_as_it_was(layout: str, tmp_path: Path) -> None:
+    store, words = tmp_path / "store", ["--requests", "20", "--scale", "1/10000", "--layout", layout]
+    command = ["kvcache", "run", "--to", str(store), "--results", str(tmp_path / "runs"), *words]
+    assert main(command) == 0
+    assert not store.exists()
+    (store / "mine").mkdir(parents=True)
+    assert main(command) == 0
+    assert list(store.rglob("*")) == [store / "mine"]
+
+
+def test_a_search_sustains_no_more_than_was_answered(tmp_path: Path) -> None:
+    trace = generate_trace(requests=60, users=6, most_input_tokens=2_000)
+    plan = plan_blocks(trace, SMALL, tiers=TierSizes())
+    request = CacheRequest(
+        results=tmp_path,
+        plan=plan,
+        layout=EntryLayout(namespace="test", parts=plan.parts),
+        engine=EngineSettings(streams=8),
+        measures_ceiling=False,
+        objective_ms=60_000.0,
+        users=6,
+    )
+    storage = Throttled(MemoryStorage(), rate_per_s=500, latency_s=0.0)
+    found = run_plan(request, storage, comm=SoloComm(), progress=Progress()).document["sustained"]
+    most_users = 6 * 500 * trace.arrival_s[-1] / len(plan.in_storage)
+    assert 0.5 * most_users < found["users"] < 1.1 * most_users
+    assert len(found["points"]) < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--requests", "1"], "reads nothing from storage"),
+        (["--requests", "50", "--gpu", "10TiB"], "reads nothing from storage"),
+        (["--requests", "50", "--duration", "1s"], "shorter than its objective"),
+    ],
+)
+def test_a_search_that_cannot_be_answered_is_refused(
+    words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["kvcache", "run", "--to", str(tmp_path / "kv"), "--results", str(tmp_path), *words]
+    assert main([*command, "--scale", "1/10000", "--objective", "2s"]) == 2
+    assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_ledger_of_a_run_counts_what_was_read_and_written(tmp_path: Path) -> None:

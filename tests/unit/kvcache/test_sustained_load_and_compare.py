@@ -21,7 +21,7 @@ def test_search_finds_the_load_within_ten_percent(limit: float) -> None:
             requests_per_s=10 * speedup,
             load_p95_ms=900.0 if is_slow else 100.0,
             lag_p95_ms=0.0,
-            is_complete=True,
+            answered=1.0,
         )
 
     best, _ = find_sustained_load(measure, objective_ms=500)
@@ -36,7 +36,7 @@ def test_search_ends_where_an_idle_storage_misses_the_objective() -> None:
             requests_per_s=speedup,
             load_p95_ms=700 + 100 * speedup,
             lag_p95_ms=0.0,
-            is_complete=True,
+            answered=1.0,
             in_flight=4 * speedup,
         )
 
@@ -55,7 +55,7 @@ def test_a_storage_that_lags_behind_or_misses_sustains_nothing() -> None:
             requests_per_s=1,
             load_p95_ms=1,
             lag_p95_ms=9000 if lags else 0,
-            is_complete=lags,
+            answered=float(lags),
         )
 
     best, points = find_sustained_load(measure, objective_ms=500)

@@ -80,6 +80,19 @@ def test_a_locked_folder_names_its_process_until_that_is_killed(tmp_path: Path) 
             assert list(folder.iterdir()) == []
 
 
+def test_a_lock_leaves_no_folder_behind_that_it_made_and_nobody_used(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    with locked_folder(folder):
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with locked_folder(folder):
+        (folder / "result").touch()
+    (folder / "result").unlink()
+    with locked_folder(folder):
+        pass
+    assert folder.is_dir()
+
+
 def test_processes_that_change_nothing_share_a_folder(tmp_path: Path) -> None:
     with held(tmp_path, "shared"):
         with locked_folder(tmp_path, alone=False):
