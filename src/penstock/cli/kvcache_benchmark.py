@@ -65,7 +65,7 @@ class KvCacheOptions:
         "--to", URI, "Storage for the entries: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
-    results: Path = option("--results", FOLDER, "Create this run's directory below DIR.", default="results")
+    results: Path = option("--results", FOLDER, "Create this run's directory below DIR.", default="runs")
     model: str = KV_MODEL
     dtype: str | None = KV_DTYPE
     gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
@@ -396,9 +396,9 @@ def compare(
 
     Examples:
 
-      penstock kvcache compare results/kvcache-*
+      penstock kvcache compare runs/kvcache-*
 
-      penstock kvcache compare results/fast results/slow --json
+      penstock kvcache compare runs/fast runs/slow --json
     """
     from penstock.kvcache.cache_figures import compare_cache_runs, latency_note, read_cache_run
     from penstock.kvcache.cache_pages import figure_rows, make_comparison_page

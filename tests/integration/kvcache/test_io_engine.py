@@ -224,6 +224,17 @@ def test_a_run_leaves_the_store_as_it_was(layout: str, tmp_path: Path) -> None:
     assert list(store.rglob("*")) == [store / "mine"]
 
 
+def test_a_run_is_recorded_where_other_commands_look_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["kvcache", "run", "--to", "store", "--requests", "5", "--scale", "1/10000"]) == 0
+    [recorded] = (tmp_path / "runs").glob("kvcache-*")
+    capsys.readouterr()
+    assert main(["results", "ls", "--json"]) == 0
+    assert recorded.name in capsys.readouterr().out
+
+
 def test_a_search_sustains_no_more_than_was_answered(tmp_path: Path) -> None:
     trace = generate_trace(requests=60, users=6, most_input_tokens=2_000)
     plan = plan_blocks(trace, SMALL, tiers=TierSizes())
