@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -29,6 +30,7 @@ from struct import Struct
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+from penstock.bench.own_loader.user_code import lost_connection
 from penstock.bench.own_loader.waits import Delivery, Fetch
 from penstock.errors import UsageError
 
@@ -200,6 +202,8 @@ class ProcessWatch:
 _RECORD: Final = Struct(f"<{len(Fetch._fields)}q")
 _REPORTED_EVERY_NS: Final = 100_000_000
 """The interval between a worker's reports of its reads, each of which takes about 0.1 ms."""
+_SIGNAL_S: Final = 1.0
+"""The time within which the signal of a worker's death follows the end of its connection."""
 _MESSENGERS: Final = ("QueueFeeder", "(_serve)")
 """Names of the threads in which `multiprocessing` sends batches and hands over their memory."""
 
@@ -330,12 +334,66 @@ class _Iteration:
     moments: list[tuple[int, int]] = field(default_factory=list)
 
 
+class WorkerDeaths:
+    """Lets torch raise the death of a worker only where a batch is awaited, while its block runs.
+
+    Torch learns of a death by SIGCHLD, and raises wherever the main thread happens to be: in the user's step,
+    or in the cleanup after another error.
+    """
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._torchs: Any = None
+        self._is_awaited = False
+        self._held_back: RuntimeError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def take_over(self) -> None:
+        """Replace the handler that torch has set with its first workers."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if handler != self._on_signal and callable(handler):
+            with suppress(ValueError):  # not in the main thread, so torch did not set it
+                signal.signal(signal.SIGCHLD, self._on_signal)
+                self._torchs = handler
+                self._undo.callback(signal.signal, signal.SIGCHLD, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        try:
+            self._torchs(number, frame)
+        except RuntimeError as death:
+            if self._is_awaited:
+                raise
+            self._held_back = death
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise a death here, also one that was held back."""
+        self._is_awaited = threading.current_thread() is threading.main_thread()
+        try:
+            if self._held_back is not None:
+                raise self._held_back
+            yield
+        except (OSError, EOFError) as error:
+            # The connection to a worker breaks a moment before the signal, which has the worker's number.
+            if lost_connection(error):
+                time.sleep(_SIGNAL_S)
+            raise
+        finally:
+            self._is_awaited = False
+
+
 class _WatchedIterator:
     """A DataLoader's iterator that notes when each batch is requested and delivered."""
 
-    def __init__(self, plain: Any, moments: list[tuple[int, int]]) -> None:
+    def __init__(self, plain: Any, moments: list[tuple[int, int]], deaths: WorkerDeaths) -> None:
         self._plain = plain
         self._moments = moments
+        self._deaths = deaths
         self._consumer = threading.get_ident()
 
     def __iter__(self) -> Self:
@@ -343,7 +401,8 @@ class _WatchedIterator:
 
     def __next__(self) -> Any:
         asked_ns = time.monotonic_ns()
-        batch = next(self._plain)
+        with self._deaths.raised():
+            batch = next(self._plain)
         # The consumer may not be waiting for a batch that another thread requests.
         if threading.get_ident() == self._consumer:
             self._moments.append((asked_ns, time.monotonic_ns()))
@@ -362,7 +421,8 @@ class TorchWatch:
     `changes` are settings that each loader receives before it is iterated.
     """
 
-    def __init__(self, changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, deaths: WorkerDeaths, changes: Mapping[str, Any] | None = None) -> None:
+        self._deaths = deaths
         self._changes = dict(changes or {})
         self._folder: Path | None = None
         self._iterations: list[_Iteration] = []
@@ -406,8 +466,11 @@ class TorchWatch:
             users = loader.worker_init_fn
             loader.worker_init_fn = ProbedWorker(iteration.folder, users)
             try:
-                return _WatchedIterator(plain(loader), iteration.moments)
+                with self._deaths.raised():
+                    started = plain(loader)
+                return _WatchedIterator(started, iteration.moments, self._deaths)
             finally:
+                self._deaths.take_over()
                 loader.worker_init_fn = users
 
         return iterate

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.bench.epoch_order import DrawnTimes
-from penstock.bench.own_loader.loader_watch import ProcessWatch, TorchWatch, parse_trial
+from penstock.bench.own_loader.loader_watch import (
+    ProcessWatch,
+    TorchWatch,
+    WorkerDeaths,
+    parse_trial,
+)
 from penstock.bench.own_loader.user_code import (
     DescribedLoader,
     SampleCounter,
@@ -23,7 +28,6 @@ from penstock.bench.own_loader.user_code import (
     explain_code,
     explain_failure,
     find_batch_size,
-    is_dead_worker,
     make_loader,
 )
 from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
@@ -79,23 +83,28 @@ def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress)
     """Run the user's loader for all epochs. Returns the same result on every rank."""
     for change in request.trials:
         parse_trial(change)  # refuse an invalid change before hours of measurement
-    with request.open_run(
-        request.workload,
-        comm=comm,
-        seeds={"order": request.seed},
-        plan={
-            "loader": request.loader.document(),
-            "access": {
-                "data": request.data.uri if request.data else None,
-                "step": request.loader.step,
-                "batch_size": request.loader.batch_size,
-                "max_steps": request.max_steps,
+    with (
+        WorkerDeaths() as deaths,
+        request.open_run(
+            request.workload,
+            comm=comm,
+            seeds={"order": request.seed},
+            plan={
+                "loader": request.loader.document(),
+                "access": {
+                    "data": request.data.uri if request.data else None,
+                    "step": request.loader.step,
+                    "batch_size": request.loader.batch_size,
+                    "max_steps": request.max_steps,
+                },
             },
-        },
-        progress=progress,
-    ) as (run, folder):
+            progress=progress,
+        ) as (run, folder),
+    ):
         heartbeat = run.heartbeat if run else lambda: None
-        stages, workload = _measure_and_try(request, comm, progress, folder=folder, heartbeat=heartbeat)
+        stages, workload = _measure_and_try(
+            request, comm, progress, deaths=deaths, folder=folder, heartbeat=heartbeat
+        )
         result = _write_results(run, stages, workload, request=request) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
@@ -105,12 +114,13 @@ def _measure_and_try(
     comm: Comm,
     progress: Progress,
     *,
+    deaths: WorkerDeaths,
     folder: Path,
     heartbeat: Callable[[], None],
 ) -> tuple[Stages, Workload]:
     """Measure the loader, then each trial. Afterwards, the steps are in the folder's spools."""
     storage = request.data or MemoryStorage()
-    measured = _Measurement(request, comm, progress)
+    measured = _Measurement(request, comm, progress, deaths)
     with (
         record_run(comm, folder, storage, heartbeat=heartbeat) as (recorder, observer),
         observer.during("read"),
@@ -121,7 +131,7 @@ def _measure_and_try(
     ceiling = measured.measure_limit(workload)
     for change in request.trials:
         progress.begin(f"trying {change}", 1)
-        tried = _Measurement(request, comm, PhasesOnly(progress), parse_trial(change))
+        tried = _Measurement(request, comm, PhasesOnly(progress), deaths, parse_trial(change))
         tried.run(EventsInMemory())
         gain = tried.samples_per_s / measured.samples_per_s if measured.samples_per_s else 0.0
         gains = comm.gather(gain, awaiting="all ranks' trials")
@@ -182,6 +192,7 @@ class _Measurement:
     request: OwnLoaderRequest
     comm: Comm
     progress: Progress
+    deaths: WorkerDeaths
     changes: Mapping[str, Any] | None = None
     remarks: list[str] = field(default_factory=list)
     stages: list[Mapping[str, Any]] = field(default_factory=list)
@@ -201,7 +212,7 @@ class _Measurement:
         count = SampleCounter(find_batch_size(loader))
         size = request.loader.batch_size
         loop.count = count if size is None else lambda _: size
-        with TorchWatch(self.changes) as torch_watch, ExitStack() as undo:
+        with TorchWatch(self.deaths, self.changes) as torch_watch, ExitStack() as undo:
             watch.start()
             undo.callback(watch.stop)
             loop.read_bytes = lambda: (torch_watch.read_so_far() or watch.read_so_far())["rchar"]
@@ -329,8 +340,6 @@ def _users_step(function: Callable[[Any], object], name: str) -> Consume:
         try:
             function(batch)
         except (Exception, SystemExit) as error:  # a user's step may raise anything
-            if is_dead_worker(error):
-                raise
             raise explain_code(error, f"The step {name}", f"at step {step} of epoch {epoch}") from error
         return time.monotonic_ns()
 
@@ -373,35 +382,28 @@ class EpochLoop:
         """Run one epoch. Collective: it ends for all ranks as soon as any rank has no more batches."""
         waits: list[StepWait] = []
         ended_ns = began_ns = time.monotonic_ns()
-        # Torch learns of dead workers by a signal, and raises wherever this thread happens to be, also in the
-        # cleanup after another error.
         try:
-            try:
-                for event, wait in self._step_through(loader, epoch, max_steps):
-                    waits.append(wait)
-                    self._pending.append(event)
-                    ended_ns = event.barrier_ns
-                    self.samples += event.samples
-                    self.batch_size = self.batch_size or event.samples  # the last one may have fewer
-                    self.progress.advance(1)
-                    self.progress.count(
-                        steps=1,
-                        samples=event.samples * self.comm.size,
-                        read_bytes=0,
-                        computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
-                        sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
-                        rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
-                    )
-                    if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
-                        self._record()
-            finally:
-                self._waits_since_ns = 0
-                self.progress.enter("working")
-                self._record()
-        except RuntimeError as error:
-            if not is_dead_worker(error):
-                raise
-            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
+            for event, wait in self._step_through(loader, epoch, max_steps):
+                waits.append(wait)
+                self._pending.append(event)
+                ended_ns = event.barrier_ns
+                self.samples += event.samples
+                self.batch_size = self.batch_size or event.samples  # the last one may have fewer
+                self.progress.advance(1)
+                self.progress.count(
+                    steps=1,
+                    samples=event.samples * self.comm.size,
+                    read_bytes=0,
+                    computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
+                    sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
+                    rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
+                )
+                if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
+                    self._record()
+        finally:
+            self._waits_since_ns = 0
+            self.progress.enter("working")
+            self._record()
         self.elapsed_ns = ended_ns - began_ns
         for kind, step in ((SpanKind.BLOCK, len(waits)), (SpanKind.EPOCH, 0)):
             span = SpanEvent(

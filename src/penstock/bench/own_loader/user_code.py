@@ -250,11 +250,8 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
             where="RLIMIT_NOFILE",
             fix="Raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system').",
         )
-    # A worker that dies while torch fetches its last batch breaks the connection before torch looks for it.
-    innermost = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]]
-    is_cut_off = isinstance(error, OSError | EOFError) and "multiprocessing" in "".join(innermost)
     killed = _KILLED.search(str(error))
-    if is_cut_off or (killed and not _PLACE.search(str(error))):
+    if lost_connection(error) or (killed and not _PLACE.search(str(error))):
         cause = killed.group(0) if killed else f"{type(error).__name__}: {error}"
         return StorageError(
             f"A worker of the loader {loader} died {when}: {cause}",
@@ -264,9 +261,10 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
     return explain_code(error, f"The loader {loader}", when)
 
 
-def is_dead_worker(error: BaseException) -> bool:
-    """Return True if torch reports that a worker has died."""
-    return bool(_KILLED.search(str(error)))
+def lost_connection(error: BaseException) -> bool:
+    """Return True if torch was fetching a batch, and the worker that had it is gone."""
+    innermost = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    return isinstance(error, OSError | EOFError) and "multiprocessing" in "".join(innermost)
 
 
 def explain_code(error: BaseException, who: str, when: str) -> StorageError:

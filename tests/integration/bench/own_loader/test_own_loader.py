@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from tests.support.command_line import CommandResult, run_command
 pytest.importorskip("torch")
 
 LOADERS = """
+import multiprocessing
 import os
 import signal
 import time
@@ -95,6 +100,14 @@ def spawned():
 
 def broken():
     raise KeyError("no such data set")
+
+def endless():
+    return DataLoader(Images(__file__, count=1000), num_workers=2)
+
+def kill_workers(batch):
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    time.sleep(0.2)
 
 def generated(rank):
     for _ in range(4 + 2 * rank):
@@ -188,8 +201,35 @@ def test_killed_worker_error_names_pid_and_step() -> None:
     failed = run("--loader", "my_loaders:killed", "--batch-time", "20ms")
     assert failed.returncode == 1
     assert "A worker of the loader my_loaders:killed died at step" in failed.stderr
-    # While torch fetches the batch before, it knows only that the connection broke.
-    assert "worker (pid" in failed.stderr or "ConnectionResetError" in failed.stderr
+    assert "worker (pid" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_death_of_a_worker_during_the_cleanup_changes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, killed = shutil.rmtree, []
+
+    def kill_and_remove(*args: Any, **named: Any) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+            killed.append(worker.pid)
+            time.sleep(0.2)  # meanwhile the kernel tells of the death
+        remove(*args, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", kill_and_remove)
+    failed = run("--loader", "my_loaders:damaged", "--batch-time", "1ms")
+    assert killed
+    assert failed.returncode == 1
+    assert "at step 3 of epoch 1: ValueError: sample 5 is damaged" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_death_of_a_worker_during_a_step_is_an_error_of_the_loader() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    failed = run("--loader", "my_loaders:endless", "--step", "my_loaders:kill_workers")
+    assert failed.returncode == 1
+    assert "A worker of the loader my_loaders:endless died at step 2 of epoch 1: worker (pid" in failed.stderr
+    assert "is killed by signal: Killed" in failed.stderr
+    assert signal.getsignal(signal.SIGCHLD) is before
 
 
 @pytest.mark.usefixtures("here")

@@ -14,7 +14,7 @@ from penstock.bench.own_loader.loader_watch import read_io, read_proc
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
 
-from penstock.bench.own_loader.loader_watch import TorchWatch  # noqa: E402 - needs torch
+from penstock.bench.own_loader.loader_watch import TorchWatch, WorkerDeaths  # noqa: E402 - needs torch
 from penstock.bench.own_loader.waits import Delivery  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -58,7 +58,7 @@ class WithoutHash:
 
 def watch(loader: Any, epochs: int = 1) -> tuple[list[Any], list[Delivery]]:
     """The batches of the last epoch, and what was noted of it."""
-    with TorchWatch() as watched:
+    with WorkerDeaths() as deaths, TorchWatch(deaths) as watched:
         for _ in range(epochs):
             watched.take_deliveries()
             batches = list(loader)
@@ -97,7 +97,7 @@ def test_a_fetch_that_fails_is_no_batch_and_torch_is_as_before() -> None:
     from torch.utils.data._utils import fetch
 
     before = (data.DataLoader.__iter__, fetch._MapDatasetFetcher.fetch)
-    with TorchWatch() as watched:
+    with WorkerDeaths() as deaths, TorchWatch(deaths) as watched:
         with pytest.raises(ZeroDivisionError):
             list(data.DataLoader(Samples(2), collate_fn=refuse))
         assert watched.take_deliveries() == []

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bench.own_loader.own_loader_run import EpochLoop
 from penstock.bench.own_loader.user_code import (
     SampleCounter,
     announce_epoch,
@@ -22,10 +21,7 @@ from penstock.bench.own_loader.user_code import (
     load_user_code,
     names_user_code,
 )
-from penstock.bench.recorded_run import EventsInMemory
-from penstock.cluster.comm import SoloComm
-from penstock.errors import StorageError, UsageError
-from penstock.progress import Progress
+from penstock.errors import UsageError
 
 KNOWN = {"rank": 1, "world_size": 4, "epochs": 2, "seed": 7}
 
@@ -165,24 +161,3 @@ def test_a_file_that_the_users_code_misses_is_no_dead_worker(tmp_path: Path) -> 
         (tmp_path / "multiprocessing").read_bytes()
     found = explain_failure(caught.value, loader="mine:x", epoch=1, step=2)
     assert "died" not in str(found)
-
-
-def test_a_worker_whose_death_is_told_during_the_cleanup_is_named_as_dead() -> None:
-    class Interrupted(Progress):
-        def enter(self, activity: Any, **_: Any) -> None:
-            if activity == "working":
-                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-
-    class Broken:
-        def __iter__(self) -> Iterator[Any]:
-            raise ConnectionResetError("Connection reset by peer")
-
-    loop = EpochLoop(
-        comm=SoloComm(),
-        recorder=EventsInMemory(),
-        progress=Interrupted(),
-        consume=lambda *_: 0,
-        name="mine:x",
-    )
-    with pytest.raises(StorageError, match="A worker of the loader mine:x died at step 1 of epoch 1: worker"):
-        loop.run_epoch(Broken(), 1)
