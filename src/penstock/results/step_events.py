@@ -54,10 +54,10 @@ class StepEvent(NamedTuple):
     computed_ns: int
     barrier_ns: int
     samples: int
-    read_bytes: int
-    reads: int
-    read_ns: int
-    decode_ns: int
+    read_bytes: int = 0
+    reads: int = 0
+    read_ns: int = 0
+    decode_ns: int = 0
 
 
 class SpanEvent(NamedTuple):
@@ -73,7 +73,7 @@ class SpanEvent(NamedTuple):
     step: int
     start_ns: int
     end_ns: int
-    size_bytes: int
+    size_bytes: int = 0
 
 
 STEP_TYPE: Final = np.dtype([(name, "<i8") for name in StepEvent._fields])

@@ -277,7 +277,7 @@ class CheckpointRequest(RunSettings):
             "kind": "checkpoint",
             "model": self.model.workload.full_name,
             "parameters": self.layout.num_parameters,
-            "parallelism": {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "data": mesh.data},
+            "parallelism": asdict(self.layout.mesh),
             "is_subset": self.layout.is_subset,
             "is_folded": self.layout.is_folded,
             "scale": str(self.scale),
@@ -417,7 +417,6 @@ def _run_checkpoints(
                     step=0,
                     start_ns=began_ns,
                     end_ns=time.monotonic_ns(),
-                    size_bytes=0,
                 )
             )
         counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +32,7 @@ from penstock.bench.own_loader.user_code import (
 from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
 from penstock.bench.page_cache_eviction import CacheEviction, evict
 from penstock.bench.recorded_run import EventsInMemory, RunSettings, StepRecorder, record_run
-from penstock.bench.training.training_loop import compute_until, count_limit_steps, summarize_limit
+from penstock.bench.training.training_loop import compute_until, show_step
 from penstock.bench.training.training_result import Stages, TrainingResult
 from penstock.cluster.comm import Comm
 from penstock.errors import PenstockError, StorageError, UsageError
@@ -47,8 +46,6 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
 
-_LIMIT_SHARE: Final = 0.3
-"""The share of the harness limit's usual duration that is spent here, because only the loop is measured."""
 _RECORDED_EVERY_NS: Final = 5 * 10**9
 """Steps are held back this long until the bytes read for them are known; a killed run loses no more than
 that.
@@ -128,7 +125,6 @@ def _measure_and_try(
         measured.run(recorder)
     waits = LoaderWaits.of_ranks(comm.gather(measured.waits, awaiting="the waits of all ranks"))
     workload = measured.describe_workload()
-    ceiling = measured.measure_limit(workload)
     for change in request.trials:
         progress.begin(f"trying {change}", 1)
         tried = _Measurement(request, comm, PhasesOnly(progress), deaths, parse_trial(change))
@@ -143,7 +139,6 @@ def _measure_and_try(
         epochs=tuple(measured.stages),
         remarks=tuple(measured.remarks),
         loader_start_s=waits.factory_s,
-        ceiling=ceiling,
         # The devices that the loader reads are known only if the user named the location of the data.
         deliveries=(observer.deliver("read", measured.waits.io["rchar"]),) if request.data else (),
         waits=waits,
@@ -156,7 +151,7 @@ def _write_results(
     event_files.gather_events(run.folder, run.record.ranks)
     counter_files.gather_counters(run.folder)
     events = event_files.read_events(run.folder)
-    train = phase_figures.compute_phase_figures(events, workload, ceiling=stages.ceiling)
+    train = phase_figures.compute_phase_figures(events, workload)
     waits = stages.waits
     if train is None or waits is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
@@ -305,20 +300,6 @@ class _Measurement:
         )
         return replace(workload, dataset=dataset, reader=replace(workload.reader, batch_size=batch_size))
 
-    def measure_limit(self, workload: Workload) -> dict[str, Any] | None:
-        """Return the harness limit: the same loop over batches that cost nothing; None for a user's step."""
-        compute_s = workload.train.computation_time.expected_s
-        if self.request.step is not None or not compute_s:
-            return None
-        num_steps = max(1, int(_LIMIT_SHARE * count_limit_steps(compute_s, self._num_steps[0])))
-        recorder, batch_size = EventsInMemory(), workload.reader.batch_size
-        self.progress.begin("measuring the harness limit, steps", num_steps)
-        quiet = PhasesOnly(self.progress)
-        loop = EpochLoop(self.comm, recorder, quiet, self._choose_step(), self.request.loader.name)
-        loop.count = lambda _: batch_size
-        loop.run_epoch(repeat(None), 1, max_steps=num_steps)
-        return summarize_limit(recorder, self.comm, workload, num_steps)
-
 
 def _emulated_step(times: DrawnTimes) -> Consume:
     """Return a step that ignores the batch, and computes for as long as the workload asks."""
@@ -389,15 +370,7 @@ class EpochLoop:
                 ended_ns = event.barrier_ns
                 self.samples += event.samples
                 self.batch_size = self.batch_size or event.samples  # the last one may have fewer
-                self.progress.advance(1)
-                self.progress.count(
-                    steps=1,
-                    samples=event.samples * self.comm.size,
-                    read_bytes=0,
-                    computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
-                    sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
-                    rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
-                )
+                show_step(event, self.progress, self.comm)
                 if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
                     self._record()
         finally:
@@ -414,7 +387,6 @@ class EpochLoop:
                 step=step,
                 start_ns=began_ns,
                 end_ns=ended_ns,
-                size_bytes=0,
             )
             self.recorder.add_span(span)
         self.ended_s = (time.monotonic_ns() - ended_ns) / 1e9
@@ -458,10 +430,6 @@ class EpochLoop:
                     computed_ns=computed_ns,
                     barrier_ns=now_ns(),
                     samples=self.count(batch),
-                    read_bytes=0,
-                    reads=0,
-                    read_ns=0,
-                    decode_ns=0,
                 )
                 yield event, StepWait(start_ns, loaded_ns, cpu_ns, is_first=step == 1)
         finally:

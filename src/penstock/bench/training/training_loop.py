@@ -62,6 +62,19 @@ def compute_until(end_ns: int) -> int:
     return now_ns
 
 
+def show_step(event: StepEvent, progress: Progress, comm: Comm) -> None:
+    """Count a step in `progress`. All ranks read as many samples, and about as many bytes."""
+    progress.advance(1)
+    progress.count(
+        steps=1,
+        samples=event.samples * comm.size,
+        read_bytes=event.read_bytes * comm.size,
+        computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
+        sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
+        rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTraining:
     """The files and the plan of a run, and the times that preparing them took."""
@@ -167,33 +180,23 @@ class TrainingLoop:
                 barrier_ns = time.monotonic_ns()
                 # Steps are recorded after the barrier, so that the time falls between two steps and into no
                 # figure.
-                self.recorder.add_step(
-                    StepEvent(
-                        phase=phase,
-                        epoch=epoch,
-                        block=block,
-                        step=step,
-                        start_ns=start_ns,
-                        loaded_ns=loaded_ns,
-                        computed_ns=computed_ns,
-                        barrier_ns=barrier_ns,
-                        samples=batch.num_samples,
-                        read_bytes=batch.read_bytes,
-                        reads=batch.num_reads,
-                        read_ns=batch.read_ns,
-                        decode_ns=batch.decode_ns,
-                    )
+                event = StepEvent(
+                    phase=phase,
+                    epoch=epoch,
+                    block=block,
+                    step=step,
+                    start_ns=start_ns,
+                    loaded_ns=loaded_ns,
+                    computed_ns=computed_ns,
+                    barrier_ns=barrier_ns,
+                    samples=batch.num_samples,
+                    read_bytes=batch.read_bytes,
+                    reads=batch.num_reads,
+                    read_ns=batch.read_ns,
+                    decode_ns=batch.decode_ns,
                 )
-                # All ranks read as many samples as this one, and about the same number of bytes.
-                progress.advance(1)
-                progress.count(
-                    steps=1,
-                    samples=batch.num_samples * comm.size,
-                    read_bytes=batch.read_bytes * comm.size,
-                    computing_s=(computed_ns - loaded_ns) / 1e9,
-                    sample_wait_s=(loaded_ns - start_ns) / 1e9,
-                    rank_wait_s=(barrier_ns - computed_ns) / 1e9,
-                )
+                self.recorder.add_step(event)
+                show_step(event, progress, comm)
                 saves = saver is not None and is_due(saver.when, epoch, step, num_steps)
                 # A block ends before its checkpoint is written, so the checkpoint's time counts in no block.
                 if saves or step == num_steps:
@@ -217,7 +220,6 @@ class TrainingLoop:
                 step=step,
                 start_ns=began_ns,
                 end_ns=time.monotonic_ns(),
-                size_bytes=0,
             )
         )
 
