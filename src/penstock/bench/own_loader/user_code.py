@@ -156,31 +156,46 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 
 
 class SampleCounter:
-    """Counts the samples of a loader's batches, in the array that contained them in the first batch.
+    """Counts the samples of a batch by the first dimension of its first array, or else by its length.
 
-    `batch_size` is the loader's own, if it has one: it distinguishes a pair of arrays from two samples.
+    A list of arrays is either one sample each or one column each, as collation makes them; the first batch
+    shows which. `batch_size` is the loader's own, if it has one: it tells a pair of columns from two samples.
     """
 
     def __init__(self, batch_size: int | None = None) -> None:
         self._batch_size = batch_size
-        self._path: tuple[Any, ...] | None = None
-        self._is_known = False
+        self._has_columns: bool | None = None
 
     def __call__(self, batch: Any) -> int:
         """Return the number of samples in `batch`; 1 if unknown."""
-        if self._path is None:
-            if self._is_known:
-                return count_samples(batch) or 1
-            self._is_known = True
-            self._path = next((path for path, size in _find_arrays(batch) if size == self._batch_size), None)
-            return self(batch)
-        try:
-            for key in self._path:
-                batch = batch[key]
-            return int(batch.shape[0])
-        except (AttributeError, IndexError, KeyError, TypeError):
-            self._path = None
-            return self(batch)
+        return next(self._sizes(batch, 0), 1)
+
+    def _sizes(self, part: Any, depth: int) -> Iterator[int]:
+        shape = getattr(part, "shape", None)
+        if shape is not None and not callable(shape):
+            yield from map(int, shape[:1])
+        elif depth > _DEEPEST or isinstance(part, str | bytes | bytearray | memoryview):
+            return
+        elif isinstance(part, Mapping):
+            found = [size for value in part.values() for size in self._sizes(value, depth + 1)]
+            first = next(iter(part.values()), None)
+            yield from found or ([len(first)] if isinstance(first, Sequence) else [])
+        elif isinstance(part, tuple) and (
+            found := [size for one in part for size in self._sizes(one, depth + 1)]
+        ):
+            yield found[0]
+        elif isinstance(part, Sequence):
+            sizes = [size for one in part if hasattr(one, "shape") for size in self._sizes(one, depth + 1)]
+            yield sizes[0] if self._are_columns(sizes, len(part)) else len(part)
+
+    def _are_columns(self, sizes: list[int], num_parts: int) -> bool:
+        if len(set(sizes)) != 1 or len(sizes) != num_parts:
+            return False
+        if self._has_columns is None:
+            is_given = self._batch_size in (sizes[0], num_parts)
+            likely = num_parts == 1 or sizes[0] > num_parts
+            self._has_columns = sizes[0] == self._batch_size if is_given else likely
+        return self._has_columns
 
 
 def find_batch_size(loader: Any) -> int | None:
@@ -189,46 +204,6 @@ def find_batch_size(loader: Any) -> int | None:
         if isinstance(size := getattr(part, "batch_size", None), int):
             return size
     return None
-
-
-def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the path of each array within a batch, and the size of its first dimension."""
-    shape = getattr(part, "shape", None)
-    if isinstance(shape, tuple):
-        if shape:
-            yield path, int(shape[0])
-    elif len(path) <= _DEEPEST and isinstance(part, Mapping | tuple | list):
-        keys = part if isinstance(part, Mapping) else range(len(part))
-        for key in keys:
-            yield from _find_arrays(part[key], (*path, key))
-
-
-def count_samples(batch: Any) -> int | None:
-    """Return the first array's first dimension, or else the batch's length; None if it has neither."""
-    return next(_dimensions(batch, 0), None)
-
-
-def _dimensions(part: Any, depth: int) -> Iterator[int]:
-    shape = getattr(part, "shape", None)
-    if shape is not None and not callable(shape):
-        if len(shape):
-            yield int(shape[0])
-        return
-    if depth > _DEEPEST or isinstance(part, str | bytes | bytearray | memoryview):
-        return
-    if isinstance(part, Mapping):
-        found = [size for value in part.values() for size in _dimensions(value, depth + 1)]
-        first = next(iter(part.values()), None)
-        yield from found or ([len(first)] if isinstance(first, Sequence) else [])
-    elif isinstance(part, tuple) and (found := [n for one in part for n in _dimensions(one, depth + 1)]):
-        yield found[0]
-    elif isinstance(part, Sequence):
-        # In a list of scalars or of samples, each element is one sample. Collation makes lists of whole
-        # columns.
-        inside = [size for one in part if hasattr(one, "shape") for size in _dimensions(one, depth + 1)]
-        is_columns = len(set(inside)) == 1 and len(inside) == len(part)
-        is_columns = is_columns and (len(part) == 1 or inside[0] > len(part))
-        yield inside[0] if is_columns else len(part)
 
 
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:

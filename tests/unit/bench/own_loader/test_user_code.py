@@ -15,7 +15,6 @@ from penstock.bench.own_loader.user_code import (
     SampleCounter,
     announce_epoch,
     call_with_known,
-    count_samples,
     explain_failure,
     find_batch_size,
     load_user_code,
@@ -86,12 +85,12 @@ def test_factory_that_needs_something_unknown_is_refused_by_name() -> None:
         ([{"x": np.zeros(4)}, {"x": np.zeros(4)}], 2),
         ({"text": ["a", "b", "c"]}, 3),
         (["a", "b"], 2),
-        (5, None),
+        (5, 1),
     ],
     ids=["array", "tuple", "dict", "columns", "column", "ragged", "dicts", "texts", "list", "number"],
 )
-def test_samples_are_found_in_a_batch(batch: Any, samples: int | None) -> None:
-    assert count_samples(batch) == samples
+def test_samples_are_found_in_a_batch(batch: Any, samples: int) -> None:
+    assert SampleCounter()(batch) == samples
 
 
 def test_counter_tells_a_pair_of_arrays_from_two_samples() -> None:
