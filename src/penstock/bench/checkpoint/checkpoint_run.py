@@ -160,27 +160,18 @@ def prepare_folder(
 
 def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
     """Raise `UsageError`, naming each difference, if these checkpoints do not match the request."""
-    shape, wanted = asdict(marker.shape), asdict(request.shape)
+    found = {**asdict(marker.shape), "seed": marker.seed, "content version": marker.content_version}
+    wanted = {**asdict(request.shape), "seed": request.seed, "content version": CONTENT_VERSION}
     differences = [
-        f"{name} {shape[name]}, not {wanted[name]}" for name in wanted if shape[name] != wanted[name]
+        f"{name} {found[name]}, not {wanted[name]}"
+        for name in wanted
+        if wanted[name] is not None and found[name] != wanted[name]
     ]
     if differences:
         raise UsageError(
             f"The checkpoints here were written with other settings: {'; '.join(differences)}",
             where=uri,
-            fix="Use the same model, ranks and scale, or write them again with --writes.",
-        )
-    if marker.content_version != CONTENT_VERSION:
-        raise UsageError(
-            f"The content here is of version {marker.content_version}, not {CONTENT_VERSION}",
-            where=uri,
-            fix="Write the checkpoints again.",
-        )
-    if request.seed is not None and request.seed != marker.seed:
-        raise UsageError(
-            f"The checkpoints here have seed {marker.seed}, not {request.seed}",
-            where=uri,
-            fix="Leave --seed out, or write them again.",
+            fix="Use the same model, ranks, scale and seed, or write them again with --writes.",
         )
 
 
@@ -272,7 +263,6 @@ class CheckpointRequest(RunSettings):
 
     def plan_document(self) -> dict[str, Any]:
         """Return the plan for the run's record, as plain values."""
-        mesh = self.layout.mesh
         return {
             "kind": "checkpoint",
             "model": self.model.workload.full_name,
