@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.cluster.comm import Comm
-from penstock.errors import PenstockError, ShortTransfer, StorageTimeout
+from penstock.errors import ShortTransfer, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Source, Storage, capabilities
 from penstock.storage.aligned import PAGE_BYTES, round_up
@@ -30,6 +29,7 @@ from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import write_object
 from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.pipeline import PipelineStopped, WorkerGroup
 
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]
@@ -55,13 +55,6 @@ class ProbeStep:
         return self.streams * self.blocks_per_stream * self.block_bytes
 
 
-class StreamStopped(PenstockError):
-    """Raised in streams that stop because another failed or the user interrupted; never the cause itself."""
-
-    def __init__(self) -> None:
-        super().__init__("Stopped because the measurement as a whole stopped")
-
-
 class StartGate:
     """The common start of the threads of all ranks. `start_ns` is its time on this host."""
 
@@ -71,18 +64,23 @@ class StartGate:
         self.stopped = threading.Event()
         self.start_ns = 0
 
+    def stop(self) -> None:
+        """Stop all threads of this rank."""
+        self.stopped.set()
+        self.barrier.abort()
+
     def wait(self) -> None:
-        """Wait until the threads of all ranks are ready; `StreamStopped` if any has failed."""
+        """Wait until the threads of all ranks are ready; `PipelineStopped` if any has failed."""
         try:
             self.barrier.wait()
             self.barrier.wait()
         except threading.BrokenBarrierError:
-            raise StreamStopped from None
+            raise PipelineStopped from None
 
     def require_open(self) -> None:
-        """Raise `StreamStopped` if any thread has failed."""
+        """Raise `PipelineStopped` if any thread has failed."""
         if self.stopped.is_set():
-            raise StreamStopped
+            raise PipelineStopped
 
 
 def run_together(
@@ -92,33 +90,20 @@ def run_together(
 
     A thread that fails stops all others, and its error is raised. Collective.
     """
-    gate = StartGate(num_threads)
+    gate, results = StartGate(num_threads), dict[int, Result]()
 
-    def stop() -> None:
-        gate.stopped.set()
-        gate.barrier.abort()
+    def run(thread: int) -> None:
+        results[thread] = work(thread, gate)
 
-    def run(thread: int) -> Result:
-        with ExitStack() as undo:
-            undo.callback(stop)
-            result = work(thread, gate)
-            undo.pop_all()
-        return result
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-probe") as pool, ExitStack() as undo:
-        undo.callback(stop)
-        futures = [pool.submit(run, thread) for thread in range(num_threads)]
+    with closing(WorkerGroup(num_threads, gate.stop)) as group:
+        started = [group.start(run, thread) for thread in range(num_threads)]
         with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
             gate.barrier.wait()
             comm.barrier(awaiting=f"all ranks to be ready for {what}")
             gate.start_ns = time.monotonic_ns()
             gate.barrier.wait()
-        failures = [error for future in futures if (error := future.exception()) is not None]
-        causes = [error for error in failures if not isinstance(error, StreamStopped)]
-        if failures:
-            raise (causes or failures)[0]
-        undo.pop_all()
-        return [future.result() for future in futures]
+        group.wait(started, what)
+    return [results[thread] for thread in range(num_threads)]
 
 
 class ObjectTarget:
