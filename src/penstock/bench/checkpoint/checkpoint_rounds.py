@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -74,13 +74,9 @@ class ProgressBoard:
 
     def read(self) -> list[int]:
         """Return the bytes that each rank has noted; 0 for a rank that has noted nothing yet."""
-        try:
-            content = self._path.read_bytes()
-        except OSError as error:
-            logger.debug("Progress could not be read: %s", error)
-            content = b""
-        whole = content[: len(content) // _SLOT_BYTES * _SLOT_BYTES]
-        moved = np.frombuffer(whole, dtype="<i8").tolist()[: self._num_ranks]
+        moved: list[int] = []
+        with suppress(OSError):  # nobody has noted anything yet
+            moved = np.fromfile(self._path, dtype="<i8", count=self._num_ranks).tolist()
         return [*moved, *[0] * (self._num_ranks - len(moved))]
 
     def remove(self) -> None:
@@ -99,7 +95,7 @@ class RoundProgress(Progress):
     ) -> None:
         self._board = board
         self._is_first = rank == 0
-        self._progress = progress
+        self._progress = progress if rank == 0 else Progress()  # which shows nothing
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._moved_bytes = 0
@@ -148,9 +144,8 @@ class RoundProgress(Progress):
         self.began_ns = time.monotonic_ns()
         self._board.note(0)
         total_bytes = sum(bytes_of_ranks)
-        if self._is_first:
-            self._progress.begin(f"{title}, all ranks", total_bytes)
-            self._progress.enter("moving", unit=unit)
+        self._progress.begin(f"{title}, all ranks", total_bytes)
+        self._progress.enter("moving", unit=unit)
         self._shown_bytes = 0
         ended = threading.Event()
         watcher = threading.Thread(
@@ -162,15 +157,13 @@ class RoundProgress(Progress):
         finally:
             ended.set()
             watcher.join()
-            if self._is_first:
-                self._progress.remark("")
+            self._progress.remark("")
         self._show(total_bytes)
-        if self._is_first:
-            self._progress.enter("working")
+        self._progress.enter("working")
 
     def pause(self, pause_s: float) -> None:
         """Wait between two checkpoints, while the emulated job would compute."""
-        if self._is_first and pause_s:
+        if pause_s:
             self._progress.begin(f"waiting {format_seconds(pause_s)} before the next checkpoint", 0)
             self._progress.enter("computing")
         time.sleep(pause_s)
@@ -195,9 +188,8 @@ class RoundProgress(Progress):
                 heartbeat_s = now_s
 
     def _show(self, moved_bytes: int) -> None:
-        if self._is_first and moved_bytes > self._shown_bytes:
-            self._progress.advance(moved_bytes - self._shown_bytes)
-            self._shown_bytes = moved_bytes
+        self._progress.advance(max(0, moved_bytes - self._shown_bytes))
+        self._shown_bytes = max(moved_bytes, self._shown_bytes)
 
 
 def name_last_rank(moved: list[int], planned: list[int]) -> str:
