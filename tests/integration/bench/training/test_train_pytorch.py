@@ -65,9 +65,7 @@ def _reads_everything_each_epoch(data: Path, results: Path, ranks: int, context:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("ranks", "context", "workers"), [(1, "spawn", 1), (3, "fork", 2), (1, "forkserver", 1), (1, "fork", 0)]
-)
+@pytest.mark.parametrize(("ranks", "context", "workers"), [(1, "spawn", 1), (3, "fork", 2), (1, "fork", 0)])
 def test_every_epoch_reads_all_files_whatever_starts_the_workers(
     data: Path, tmp_path: Path, ranks: int, context: str, workers: int
 ) -> None:
