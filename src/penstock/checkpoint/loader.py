@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, absolute_path
+from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, absolute_path, require_step
 from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -164,6 +164,7 @@ class CheckpointLoader:
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
         opened = open_together(stored.storage, stored.committed.folder, stored.uri, comm)
+        require_step(opened.manifest, stored.step, stored.uri)
         return self.load_from(state, opened, comm, choice, progress, readable=stored.readable)
 
     @paused_garbage_collection()

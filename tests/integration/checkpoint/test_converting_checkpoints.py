@@ -388,3 +388,11 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_stays_bounded_for_4_gib(tmp_path: Path) -> None:
     assert grown_bytes(tmp_path, 4 << 30) < 128 << 20
+
+
+def test_a_step_converted_to_the_name_of_another_step_is_that_step(tmp_path: Path) -> None:
+    with pc.Manager(tmp_path / "run") as manager:
+        manager.save(7, {"x": torch.ones(3)})
+    convert(tmp_path / "run/step-7", tmp_path / "new/step-0", DCP)
+    with pc.Manager(tmp_path / "new") as manager:
+        assert manager.restore({"x": torch.zeros(3)}) == 0

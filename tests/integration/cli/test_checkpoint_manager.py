@@ -176,6 +176,22 @@ def test_flush_exits_with_1_if_nothing_can_be_recovered(cached: Path) -> None:
     assert "step 1: " in result.stderr
 
 
+@pytest.mark.parametrize("harm", ["damaged", "another step"])
+def test_a_newest_step_without_its_manifest_does_not_count_as_durable(cached: Path, harm: str) -> None:
+    victim = cached / "cache/step-2"
+    if harm == "damaged":
+        flip(victim / "penstock.json")
+    else:
+        shutil.rmtree(victim)
+        shutil.copytree(cached / "cache/step-1", victim)
+    document = document_of("flush", cached / "cache")
+    assert [(each["step"], each["outcome"]) for each in document["steps"]] == [
+        (2, "beyond repair"),
+        (1, "whole"),
+    ]
+    assert [path.name for path in (cached / "durable").glob("step-*")] == ["step-1"]
+
+
 @pytest.mark.parametrize("verb", ["rm", "flush"])
 def test_steps_of_a_cache_that_a_living_job_saves_to_are_left_alone(cached: Path, verb: str) -> None:
     parent = replace(

@@ -82,6 +82,8 @@ class CheckpointRef:
     committed: Committed
     readable: tuple[str, ...] | None = None
     """The files that this rank can open; None on all ranks if every rank can open all files."""
+    step: int | None = None
+    """The step after which the folder is named, if it was found by its step."""
 
     @property
     def uri(self) -> str:
@@ -114,7 +116,9 @@ class CheckpointRef:
 
     def read_manifest(self) -> Manifest:
         """Return the checkpoint's manifest; raise `ObjectNotFound` if it is another program's checkpoint."""
-        return read_manifest(self._read_whole(MANIFEST_NAME), self.uri)
+        manifest = read_manifest(self._read_whole(MANIFEST_NAME), self.uri)
+        require_step(manifest, self.step, self.uri)
+        return manifest
 
     def _read_whole(self, name: str) -> bytearray:
         return read_object(self.storage, self.key(name), at_most=MOST_WHOLE)
@@ -123,11 +127,22 @@ class CheckpointRef:
         """Return the parsed manifest and the seal; raise `DataDamaged` if either of its files has changed."""
         content = bytes(self._read_whole(MANIFEST_NAME))
         manifest = read_manifest(content, self.uri)
+        require_step(manifest, self.step, self.uri)
         metadata = bytes(self._read_whole(METADATA_NAME))
         if checksum_of(metadata) != manifest.metadata_sum:
             raise DataDamaged("The checksum of its .metadata differs", where=self.uri)
         sizes = {file.name: file.size_bytes for file in manifest.files}
         return manifest, Seal(manifest=content, metadata=metadata, sizes=sizes)
+
+
+def require_step(manifest: Manifest | None, step: int | None, uri: str) -> None:
+    """Raise `DataDamaged` if a folder named after `step` holds another step, as far as its manifest says."""
+    if manifest is not None and None not in (step, manifest.step) and manifest.step != step:
+        raise DataDamaged(
+            f"The folder holds step {manifest.step}, not step {step}: it was copied, renamed or linked",
+            where=uri,
+            fix=f"Remove it, or rename it to step-{manifest.step}. pc.load loads it by its path.",
+        )
 
 
 def split_path(path: AnyPath) -> tuple[str, str]:
@@ -231,7 +246,10 @@ class StepCatalog:
         return sorted(step for step in steps if step is not None)
 
     def require_run(self) -> None:
-        """Raise `UsageError` if this is itself a checkpoint instead of the folder of a run."""
+        """Raise an error if this folder without steps is not that of a run that has saved none.
+
+        Raises `UsageError` if it is itself a checkpoint, and `StorageError` if its pointer names a step.
+        """
         if exists(self.storage, METADATA_NAME):
             raise UsageError(
                 "This is a checkpoint, not the folder of a run",
@@ -239,6 +257,8 @@ class StepCatalog:
                 fix="Give the manager the folder above it, or use pc.load.",
             )
         others = sorted(name for name in self._catalog.names() if parse_step(name) is None)
+        if POINTER_NAME not in others and parse_step(pointed := self._read_pointer()) is not None:
+            raise lost_steps(f"{POINTER_NAME} names {pointed}", self.storage.uri)
         if others:
             logger.warning(
                 "%s has no step-NUMBER, but other checkpoints: %s. pc.load loads them by name",
@@ -249,7 +269,7 @@ class StepCatalog:
     def find(self, step: int) -> CheckpointRef:
         """Return the checkpoint of a step; raise `ObjectNotFound` if the step is not committed."""
         storage, name = follow_link(self.storage, step_dirname(step))
-        return CheckpointRef(storage, open_catalog(storage).find(name))
+        return CheckpointRef(storage, open_catalog(storage).find(name), step=step)
 
     def hide(self, step: int) -> Callable[[], None]:
         """Hide a step from readers. The returned call removes its files."""
@@ -262,14 +282,27 @@ class StepCatalog:
             storage = defer_sync(self.storage, "names")
             write_object(storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
+    def _read_pointer(self) -> str:
+        return (read_if_any(self.storage, POINTER_NAME) or b"").decode(errors="replace").strip()
+
     def point_past(self, removed: str) -> None:
         """Let `latest` name the newest remaining step if it names the removed one."""
-        if (read_if_any(self.storage, POINTER_NAME) or b"").decode(errors="replace").strip() == removed:
+        if self._read_pointer() == removed:
             newest = max(self.committed(), default=None)
             if newest is None:
                 self.storage.delete(POINTER_NAME)
             else:
                 self.set_latest(newest)
+
+
+def lost_steps(proof: str, uri: str) -> StorageError:
+    """Return the error for a run whose steps are gone: starting over would replace what may come back."""
+    return StorageError(
+        f"No step is here, although {proof}",
+        uri=uri,
+        fix="Mount the storage, or copy the steps back. To begin again, start a new job in a new folder, or "
+        f"remove {POINTER_NAME} first.",
+    )
 
 
 def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:

@@ -112,7 +112,7 @@ class NodeCache:
 
     def find(self, name: str) -> CheckpointRef:
         """Return the node's share of a step; raise `ObjectNotFound` if it has none."""
-        return CheckpointRef(self.storage, self._catalog.find(name))
+        return CheckpointRef(self.storage, self._catalog.find(name), step=parse_step(name))
 
     def seal(self, name: str) -> Seal | None:
         """Return the manifest and metadata of the whole step; None unless this node has both undamaged."""
@@ -139,8 +139,11 @@ class NodeCache:
                         what="The redundancy record",
                         fix="Restore from another level.",
                     )
+                    if records[number].step != name:
+                        raise DataDamaged(f"It holds {records[number].step}", where=share.uri)
         except StorageError as error:
-            logger.info("The cache %s does not have %s: %s", self.storage.uri, name, error)
+            level = logging.INFO if isinstance(error, ObjectNotFound) else logging.WARNING
+            logger.log(level, "The cache %s does not have %s: %s", self.storage.uri, name, error)
             sizes, records = {}, {}
             unread = "" if proves_damage(error) else str(error)
         return NodeShares(
@@ -466,7 +469,8 @@ class CacheLevel:
             return replace(share, readable=tuple(share.sizes()))
         folder = Committed(name=name, folder=name)
         known = {folder.key(MANIFEST_NAME): seal.manifest, folder.key(METADATA_NAME): seal.metadata}
-        return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())
+        described = _DescribedStorage(self.storage, known)
+        return CheckpointRef(described, folder, readable=(), step=parse_step(name))
 
     def repair(self, name: str, assessment: Assessment) -> None:
         """Compute lost shares and commit them to the caches that lack them, or to caches with more room."""

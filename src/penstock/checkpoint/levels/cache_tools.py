@@ -208,12 +208,12 @@ def flush_caches(
         for step in cached:
             if step not in (steps or pending) and has_newest:
                 continue
-            note = _make_note(level, step, pending.get(step), durable)
-            if note is None:  # already durable
+            note, is_durable = _make_note(level, step, pending.get(step), durable)
+            if is_durable:
                 has_newest = True
                 continue
             looked_at.append(_repair(level, step))
-            if not looked_at[-1].reason:
+            if note and not looked_at[-1].reason:
                 has_newest = True
                 spread = partial(level.spread_note, step, note)
                 run_on_all_ranks(comm, spread, awaiting="all nodes to note the step")
@@ -228,8 +228,13 @@ def flush_caches(
         level.close()
 
 
-def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: str | None) -> FlushNote | None:
-    """Return the note for a step, the same on all ranks, or None if this save of it is already durable."""
+def _make_note(
+    level: CacheLevel, step: int, note: FlushNote | None, durable: str | None
+) -> tuple[FlushNote | None, bool]:
+    """Return the note for a step, the same on all ranks, and whether this save of it is already durable.
+
+    There is no note if no cache has the step's manifest undamaged and its flush was not pending.
+    """
     name = step_dirname(step)
 
     def look() -> tuple[FlushNote | None, bool]:
@@ -244,10 +249,8 @@ def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: st
         return found, is_committed(open_here(run), name, seal.manifest)
 
     answers = all_gather_results(level.comm, look, awaiting="all nodes to look at the durable level")
-    found = [each for each, _ in answers if each is not None]
-    if any(is_durable for _, is_durable in answers):
-        return None
-    return found[0] if found else note
+    found = next((each for each, _ in answers if each is not None), note)
+    return found, any(is_durable for _, is_durable in answers)
 
 
 def _repair(level: CacheLevel, step: int) -> StepRepair:

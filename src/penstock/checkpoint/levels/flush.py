@@ -363,7 +363,7 @@ class Flusher:
         """Copy this cache's files of a step; publish a complete draft. Return True to remove the note."""
         name = step_dirname(step)
         try:
-            share = CheckpointRef(self._cache, open_catalog(self._cache).find(name))
+            share = CheckpointRef(self._cache, open_catalog(self._cache).find(name), step=step)
         except ObjectNotFound:
             return True  # removed on purpose
         manifest, seal = share.read_seal()

@@ -67,7 +67,6 @@ class TieredStore(step_store.StepStore):
         self._keep_cached = keep_cached
         self._cache_lease = WriterLease(cache)
         self._num_saves = 0
-        self._saved: int | None = None
         self._unflushed: tuple[int, str] | None = None
         """The step saved last and its save, unless it was handed to a flusher."""
         self._own_steps: set[int] = set()
@@ -142,7 +141,7 @@ class TieredStore(step_store.StepStore):
         stats = self.cache.complete(
             transaction, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
         )
-        self._saved, self._unflushed = step, (step, draft.save_id)
+        self.saved, self._unflushed = step, (step, draft.save_id)
         if self._flush and (is_last or self._num_saves % self._flush.every == 0):
             self._unflushed = None
             if self.cache.is_lead:
@@ -157,10 +156,9 @@ class TieredStore(step_store.StepStore):
         clear_up = partial(remove_leftovers, step, self.hide_surplus())
         return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
 
-    def candidates(self) -> list[int]:
-        cached = {step for name in self.cache.names() if (step := parse_step(name)) is not None}
-        awaiting = "rank 0 to list the durable steps"
-        return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
+    def cached_steps(self) -> list[int]:
+        """Return the committed steps in the caches of all ranks."""
+        return [step for name in self.cache.names() if (step := parse_step(name)) is not None]
 
     def copies(self, step: int) -> Iterator[step_store.StepCopy | StorageError]:
         """Yield the caches' copy, rebuilt if files are lost or damaged; then the durable copy."""
@@ -255,12 +253,12 @@ class TieredStore(step_store.StepStore):
                     self._hand_over(*self._unflushed)
                 elif self._unflushed:
                     message = "Step %d is in the caches only: restore it or run `penstock checkpoint flush`"
-                    logger.warning(message, self._saved)
+                    logger.warning(message, self.saved)
                 if self._thread:
                     self._thread.shutdown()
                 self._run_flusher(self.comm.timeout_s)
                 # The last save kept steps that still had to be flushed.
-                remove_leftovers(self._saved or 0, self.hide_surplus())
+                remove_leftovers(self.saved or 0, self.hide_surplus())
         finally:
             self.cache.close()
             self._cache_lease.release()
@@ -272,7 +270,7 @@ class TieredStore(step_store.StepStore):
         The returned calls remove their files. As on the durable level, steps newer than the one saved last do
         not count. A job that has saved no step removes none.
         """
-        saved = self._saved
+        saved = self.saved
         if saved is None or self._keep_cached is None or not self.cache.is_lead:
             return []
         hidden: list[Callable[[], None]] = []

@@ -25,6 +25,7 @@ from penstock.checkpoint.commit.checkpoints import (
     apply_retention,
     begin_save,
     local_path,
+    lost_steps,
     parse_step,
     write_into,
 )
@@ -74,6 +75,8 @@ class StepStore:
         self.catalog = catalog
         self.comm = comm
         self.keep = keep
+        self.saved: int | None = None
+        """The step that this store committed last."""
         self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
@@ -103,21 +106,34 @@ class StepStore:
             transaction, prepared, staged, self.comm, facts=facts, progress=progress
         )
         uri = f"{self.uri}/{committed.name}"
+        self.saved = self.saved if step is None else step
         if step is None or self.comm.rank > 0:
             return uri, stats, lambda: None
         return uri, stats, apply_retention(self.catalog, step, self.keep)
 
     def candidates(self) -> list[int]:
-        """Return the committed steps that any rank can see, in ascending order."""
+        """Return the committed steps that any rank can see, in ascending order.
 
-        def list_steps() -> list[int]:
-            committed = self.catalog.committed()
-            if not committed:
-                # A mistyped folder must not look like a run that has not saved yet.
-                self.catalog.require_run()
-            return committed
+        Raises `StorageError` if there are none, but this job has saved some, or `latest` names one.
+        """
+        awaiting, saved = "rank 0 to list the steps", self.saved
+        steps = sorted(
+            {*self.cached_steps(), *run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)}
+        )
+        if steps:
+            if saved is not None and saved > steps[-1]:
+                message = "Step %d, which this job saved, is gone; the newest that is left is step %d"
+                warn_once_per_job(logger, self.comm.rank, message, saved, steps[-1])
+            return steps
+        if saved is not None:
+            raise lost_steps(f"this job saved step {saved}", self.uri)
+        # A mistyped folder must not look like a run that has not saved yet.
+        run_on_rank0(self.comm, self.catalog.require_run, awaiting=awaiting)
+        return []
 
-        return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
+    def cached_steps(self) -> list[int]:
+        """Return the committed steps in the caches of all ranks."""
+        return []
 
     def copies(self, step: int) -> Iterator[StepCopy | StorageError]:
         """Yield the copies of a step, fastest first.

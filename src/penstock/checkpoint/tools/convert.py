@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from isal import isal_zlib
 
-from penstock.checkpoint.commit.checkpoints import AnyPath, begin_save, open_catalog, open_parent
+from penstock.checkpoint.commit.checkpoints import (
+    AnyPath,
+    begin_save,
+    open_catalog,
+    open_parent,
+    parse_step,
+)
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.formats import dcp_item
 from penstock.checkpoint.formats.checkpoint_source import (
@@ -360,7 +366,8 @@ def write_dcp(
             described: dict[str, Any] = {}
             facts: dict[str, Any] = {}
             if known is not None:
-                described = {"step": known.step, "world_size": known.world_size, "mesh": known.mesh}
+                step = known.step if (named := parse_step(name)) is None else named
+                described = {"step": step, "world_size": known.world_size, "mesh": known.mesh}
                 # Only of all entries can be told which rank had them.
                 kept = {KEY_TYPES} if len(names) < len(index.tensors) + len(index.objects) else _STRUCTURE
                 facts = {name: value for name, value in known.facts.items() if name in kept}

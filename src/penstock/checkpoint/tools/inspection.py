@@ -21,6 +21,7 @@ from penstock.checkpoint.commit.checkpoints import (
     open_catalog,
     open_parent,
     parse_step,
+    require_step,
     split_path,
 )
 from penstock.checkpoint.commit.protocol import METADATA_NAME
@@ -115,6 +116,7 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
         source = open_folder(storage, committed.folder, checkpoint_uri(storage, name))
         num_tensors = len(source.index.tensors)
         step = source.manifest.step if source.manifest and source.manifest.step is not None else step
+        require_step(source.manifest, parse_step(listed), source.uri)
         source.require_files()
         state = CheckpointState.UNSUMMED if source.manifest is None else CheckpointState.COMMITTED
     except AccessRefused:

@@ -24,7 +24,14 @@ from typing import Final, TypeVar
 import numpy as np
 from isal import isal_zlib
 
-from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, follow_link, open_parent
+from penstock.checkpoint.commit.checkpoints import (
+    AnyPath,
+    CheckpointRef,
+    follow_link,
+    open_parent,
+    parse_step,
+    require_step,
+)
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -240,7 +247,8 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     Damage is returned rather than raised, even damage to the manifest or to `.metadata`.
     """
     progress = progress or Progress()
-    storage, name = follow_link(*open_parent(path))
+    parent, own_name = open_parent(path)
+    storage, name = follow_link(parent, own_name)
     uri, folder = checkpoint_uri(storage, name), find_folder(storage, name)
     try:
         content = read_object(storage, f"{folder}/{MANIFEST_NAME}", at_most=MOST_WHOLE)
@@ -248,6 +256,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
         return _verify_foreign(path, uri, progress)
     try:
         manifest = read_manifest(content, uri)
+        require_step(manifest, parse_step(own_name), uri)
     except DataDamaged as error:
         whole = Damage(file=MANIFEST_NAME, begin=0, end=len(content), item="", what=error.what)
         return _of_one_file(uri, Format.DCP, whole)

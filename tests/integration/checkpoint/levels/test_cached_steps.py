@@ -334,6 +334,27 @@ def test_a_cache_within_the_durable_folder_is_one_of_its_own(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.glob("cache/step-*")] == ["step-2"]
 
 
+def test_a_cached_folder_that_holds_another_step_is_never_restored_as_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cached_alone(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(0, step))
+    for lost, other in ((1, 2), (2, 1)):
+        cache = tmp_path / f"cache-{lost}"
+        shutil.copytree(tmp_path / "cache", cache)
+        shutil.rmtree(cache / f"step-{lost}")
+        shutil.copytree(cache / f"step-{other}", cache / f"step-{lost}")
+        with Manager(tmp_path / "run", cache=cache, flush=None) as manager:
+            found = blank(0)
+            assert manager.restore(found) == other
+            assert_same(found, 0, other)
+            with pytest.raises(StorageError, match=f"Step {lost} cannot be restored"):
+                manager.restore(found, step=lost)
+        assert f"It holds step-{other}" in caplog.text
+    assert "Skipping step 2: " in caplog.text
+
+
 class FailBelow:
     """Files below a folder cannot be opened, a number of times."""
 

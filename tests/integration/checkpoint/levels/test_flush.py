@@ -191,6 +191,17 @@ def test_bytes_that_are_damaged_in_the_cache_never_become_durable(tmp_path: Path
     assert flush(tmp_path)[1].phase == "durable"
 
 
+def test_a_pending_step_whose_folder_holds_another_one_is_a_lasting_failure(tmp_path: Path) -> None:
+    save_cached(tmp_path, 1, 2)
+    folder = note(tmp_path, 2)
+    shutil.rmtree(tmp_path / "cache/step-2")
+    shutil.copytree(tmp_path / "cache/step-1", tmp_path / "cache/step-2")
+    state = flush(tmp_path)[2]
+    assert (state.phase, state.is_lasting) == ("failing", True)
+    assert "holds step 1, not step 2" in state.reason
+    assert list(folder.notes()) == [2]
+
+
 def test_the_newest_comes_first_and_what_retention_would_remove_at_once_is_dropped(tmp_path: Path) -> None:
     save_cached(tmp_path, 1, 2, 3)
     for step in (1, 2, 3):

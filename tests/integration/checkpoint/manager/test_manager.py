@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import threading
 from contextlib import contextmanager, suppress
@@ -116,7 +117,7 @@ def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) ->
         reports = [handle.result(60) for handle in handles]
         assert [report.step for report in reports] == list(range(5))
         assert handles[-1].stats == reports[-1]
-        assert "memory" in reports[-1].format_line(0)
+        assert "memory" in str(reports[-1].ranks[0])
         restored = state_of(9)
         assert manager.restore(restored) == 4
         assert is_of(restored, 4)
@@ -670,3 +671,87 @@ def test_a_link_to_a_file_system_that_is_not_mounted_does_not_lead_to_an_older_s
         pytest.raises(StorageError, match=r"Step 2 could not be read.*a link to nothing .*/nowhere/step-2"),
     ):
         manager.restore(state_of(0))
+
+
+@pytest.mark.parametrize("harm", ["copied", "linked", "renamed"])
+def test_a_folder_that_holds_another_step_is_skipped_and_its_step_is_named(
+    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two_steps(tmp_path)
+    other, victim = tmp_path / "step-1", tmp_path / "step-2"
+    shutil.rmtree(victim)
+    match harm:
+        case "copied":
+            shutil.copytree(other, victim)
+        case "linked":
+            victim.symlink_to(other)
+        case _:
+            other.rename(victim)
+    assert "holds step 1, not step 2" in verify(victim).damage[0].what
+    listed = list_storage(open_here(tmp_path))[-1]
+    assert (listed.name, listed.state) == ("step-2", CheckpointState.DAMAGED)
+    assert "holds step 1" in listed.complaint
+    assert not StepCatalog(open_here(tmp_path)).find(2).is_whole()
+    with Manager(tmp_path) as manager:
+        for verified in (False, True):
+            state = state_of(0)
+            if harm == "renamed":
+                with pytest.raises(StorageError, match=r"Step 2 cannot be restored: .* holds step 1"):
+                    manager.restore(state, verify=verified)
+                continue
+            assert manager.restore(state, verify=verified) == 1
+            assert is_of(state, 1)
+            assert [each.step for each in manager.skipped_steps] == [2]
+            assert "Skipping step 2: The folder holds step 1" in caplog.text
+        with pytest.raises(StorageError, match="holds step 1"):
+            manager.restore(state_of(0), step=2)
+
+
+def test_user_files_of_another_step_are_not_returned(tmp_path: Path) -> None:
+    with Manager(tmp_path) as manager:
+        for step in (1, 2):
+            with manager.output(step) as out:
+                out.path("w").write_bytes(bytes(step))
+        shutil.rmtree(tmp_path / "step-2")
+        shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
+        with manager.restart() as found:
+            assert found.step == 1
+        assert "holds step 1" in manager.skipped_steps[0].reason
+
+
+def test_a_run_whose_steps_are_gone_is_not_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", ())
+    with Manager(tmp_path, has_pointer=False) as manager:
+        assert manager.restore(state_of(0)) is None
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        shutil.rmtree(tmp_path / "step-2")
+        assert manager.restore(state_of(0)) == 1
+        assert "Step 2, which this job saved, is gone; the newest that is left is step 1" in caplog.text
+        shutil.rmtree(tmp_path / "step-1")
+        for find in (lambda: manager.restore(state_of(0)), manager.restart):
+            with pytest.raises(StorageError, match="No step is here, although this job saved step 2"):
+                find()
+
+
+def test_a_pointer_without_its_steps_shows_that_a_run_has_lost_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", ())
+    two_steps(tmp_path)
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    for cache in (None, tmp_path / "cache"):
+        with (
+            Manager(tmp_path, cache=cache) as manager,
+            pytest.raises(StorageError, match="No step is here, although latest names step-2"),
+        ):
+            manager.restore(state_of(0))
+    (tmp_path / "latest").unlink()
+    with Manager(tmp_path) as manager:
+        assert manager.restore(state_of(0)) is None
+    pc.save(state_of(1), tmp_path / "latest")
+    with Manager(tmp_path) as manager:
+        assert manager.restore(state_of(0)) is None
