@@ -19,7 +19,7 @@ from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.cluster.facts import homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
-from penstock.cluster.host_slots import expand_nodelist, find_hosts
+from penstock.cluster.host_slots import find_hosts, list_allocation
 from penstock.environment import process_environment, untraced
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
@@ -78,9 +78,7 @@ def collect(
     asked = tuple(find_hosts(hosts, hostfile)[0])
     via = via or ("mpi" if asked else "local")
     if via == "slurm" and not asked:
-        # A Slurm allocation names its own hosts.
-        nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
-        asked = expand_nodelist(nodes) if nodes else ()
+        asked = list_allocation(environment)
     if via == "local" and len(asked) > 1:
         raise UsageError(
             f"--via local cannot query {len(asked)} hosts",

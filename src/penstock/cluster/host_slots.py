@@ -1,17 +1,17 @@
-"""Find out which hosts run how many ranks, from `a:4,b:4`, host files, or Slurm's `node[01-03]`.
+"""Find out which hosts run how many ranks, from `a:4,b:4`, host files, or the Slurm job.
 
 Invariant: a placement either holds all ranks or is refused before anything starts, and a host list that
 cannot be parsed is refused, because a missing host would go unnoticed.
 """
 
 import ipaddress
-import itertools
-import math
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.errors import UsageError
+from penstock.environment import Environment
+from penstock.errors import Unavailable, UsageError
 from penstock.storage.files.local_files import read_document
 
 
@@ -101,49 +101,23 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
     counts[host] = None if count is None else int(count)
 
 
-LONGEST = 100_000
-"""The maximum number of hosts in a list: more than any cluster has, but not too many for memory."""
-
 _ENTRY = re.compile(r"(?:\[([\w:][^\],]*)\]|(\w[^\[:,]*))(?::(.*))?")
 """An address in brackets or a name, then a count. A name with a leading `-` would be an option to ssh."""
 _COUNT = re.compile("0*[1-9][0-9]{0,8}")
-_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 
-def expand_nodelist(text: str) -> tuple[str, ...]:
-    """Expand a list of hosts in Slurm's notation, keeping its order and the leading zeros of numbers."""
-    items = _ITEM.findall(text)
-    if not items or ",".join(items) != text:
-        raise _not_understood(text, text)
-    hosts: list[str] = []
-    for item in items:
-        # Plain text and the content of brackets alternate: "r[1-2]c[8]" -> "r", "1-2", "c", "8", "".
-        choices = [
-            [part] if number % 2 == 0 else list(_numbers(part, text))
-            for number, part in enumerate(re.split(r"\[([^\]]*)\]", item))
-        ]
-        if len(hosts) + math.prod(map(len, choices)) > LONGEST:
-            raise UsageError(
-                f"The list has more than {LONGEST:,} hosts", where=text[:80], fix="Check its ranges."
-            )
-        hosts += map("".join, itertools.product(*choices))
-    return tuple(hosts)
-
-
-def _numbers(bracket: str, text: str) -> Iterator[str]:
-    for part in bracket.split(","):
-        match = _RANGE.fullmatch(part)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if not int(first) <= int(last) <= int(first) + LONGEST:
-            raise _not_understood(text, f"[{bracket}]")
-        for number in range(int(first), int(last) + 1):
-            yield str(number).zfill(len(first))
-
-
-def _not_understood(text: str, part: str) -> UsageError:
-    return UsageError(
-        f"{part!r} is not a host list in Slurm's notation",
-        where=text[:200],
-        fix="Name the hosts one by one: --hosts node1,node2.",
-    )
+def list_allocation(environment: Environment) -> tuple[str, ...]:
+    """Return the hosts of this Slurm job; none outside of a job."""
+    if "SLURM_JOB_NODELIST" not in environment:
+        return ()
+    command = ["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True, env=dict(environment)
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(
+            f"The hosts of this Slurm job cannot be listed: {error}",
+            fix="Name the hosts: --hosts node1,node2.",
+        ) from error
+    return tuple(answer.stdout.split())

@@ -167,8 +167,15 @@ def test_slurm_allocation_names_its_hosts(
     monkeypatch: pytest.MonkeyPatch,
     srun: tuple[str, ...],
 ) -> None:
+    words = ["cluster", "collect", "--via", "slurm", "-o", str(tmp_path / "cluster.json"), "--json"]
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames good[1-2]" ] && printf "good1\\ngood2\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "bad")
+    assert main(words) == 3
+    assert "hosts of this Slurm job cannot be listed" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_JOB_NODELIST", "good[1-2]")
-    assert main(["cluster", "collect", "--via", "slurm", "-o", str(tmp_path / "cluster.json"), "--json"]) == 0
+    assert main(words) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["via"], document["asked"]) == ("slurm", ["good1", "good2"])
 
