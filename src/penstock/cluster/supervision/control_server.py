@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +34,8 @@ MISSING_RANKS_S = 1.0
 """The time that the server waits, after a timeout, for other ranks to report timeouts, so that it can name
 those that do not.
 """
+POLL_S = 0.05
+"""The time after which the server's thread notices that it has to stop the job, or to end."""
 NAMED_RANKS = 8
 UNPROVED_S = 10.0
 """The time that a connection has to prove that it belongs to the job."""
@@ -84,7 +85,6 @@ class ControlServer:
         self._has_late_news = False
         self._pending: tuple[float, protocol.Failed] | None = None
         self._stopped_s = math.inf
-        self._wake_out, self._wake_in = socket.socketpair()
         self._requested: list[protocol.Failed] = []
         self._closing = False
         self._unproved: dict[protocol.MessageChannel, tuple[str, float]] = {}
@@ -101,9 +101,7 @@ class ControlServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        self._wake()
         self._thread.join(timeout=KILL_S)
-        self._wake_in.close()
 
     def close_copy(self) -> None:
         """Close this copy, in a process forked before `with`.
@@ -111,8 +109,7 @@ class ControlServer:
         Otherwise the port would stay open after its server has closed it.
         """
         self._selector.close()
-        for end in (self._listener, self._wake_in, self._wake_out):
-            end.close()
+        self._listener.close()
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Return when something has changed, or after `timeout_s`."""
@@ -126,22 +123,14 @@ class ControlServer:
         """
         # Only the server's thread changes its state; appending to a list is atomic.
         self._requested.append(failure)
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(BrokenPipeError):  # the thread has ended meanwhile
-            self._wake_in.send(b"!")
 
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
         try:
             while not self._closing:
-                for key, _ in self._selector.select(timeout=0.2):
+                for key, _ in self._selector.select(timeout=POLL_S):
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.fileobj is self._wake_out:
-                        self._wake_out.recv(64)
                     else:
                         self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
                 self._drop_unproved()
@@ -157,7 +146,6 @@ class ControlServer:
                 channel.close()
             self._selector.close()
             self._listener.close()
-            self._wake_out.close()
 
     def _accept(self) -> None:
         try:

@@ -171,27 +171,6 @@ def test_a_reason_from_outside_stops_all() -> None:
         assert heard(only) == STOP
 
 
-def test_a_server_that_ends_before_it_is_woken_to_do_so_has_ended_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    server = ControlServer(ranks=1)
-    thread, bell = server._thread, server._wake_in
-
-    class Late:
-        """Rings when nobody is there to hear it any more."""
-
-        def send(self, data: bytes) -> int:
-            thread.join(10)
-            return bell.send(data)
-
-        close = staticmethod(bell.close)
-
-    monkeypatch.setattr(server, "_wake_in", Late())
-    with server:
-        pass
-    assert not thread.is_alive()
-
-
 def test_a_rank_that_comes_after_the_end_is_stopped_at_once() -> None:
     server = ControlServer(ranks=2)
     with supervisors(server, "a") as (first,):
