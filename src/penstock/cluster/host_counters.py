@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from penstock.cluster.facts.read_host import parse_mounts
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsEndpoints, find_local_root, unwrap
 from penstock.storage.volumes import nearest_folder
@@ -129,7 +130,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="ascii", errors="replace")
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 INTERVAL_S: Final = 1.0
@@ -235,13 +236,10 @@ def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCov
         if not name:
             return CounterCoverage(watched="nothing", reason=f"device {':'.join(numbers)} has no counters")
         return CounterCoverage(watched="device", device=name)
-    # The type of the innermost mount. If there are several on one folder, the last counts.
-    kind, depth = "an unknown file system", -1
-    for line in (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        mount, _, source = line.partition(" - ")
-        mounted = Path(mount.split(" ")[4].replace("\\040", " "))
-        if folder.is_relative_to(mounted) and len(mounted.parts) >= depth:
-            kind, depth = source.split(" ")[0], len(mounted.parts)
+    # Mounts are sorted by folder, so the last one that holds this folder is the innermost.
+    mounts = parse_mounts(_text(proc / "mounts"), left_out=())
+    kinds = [mount.kind for mount in mounts if folder.is_relative_to(mount.folder)]
+    kind = kinds[-1] if kinds else "an unknown file system"
     if kind in _NETWORK:
         return CounterCoverage(watched="client")
     if kind in _POOLS:

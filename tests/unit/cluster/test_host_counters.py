@@ -29,13 +29,13 @@ NET_DEV = """Inter-|   Receive                |  Transmit
   eth0: 2000 1 0 0 0 0 0 0 3000 1 0 0 0 0 0 0
 docker0:9 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0
 """
-MOUNTS = """22 1 254:1 / / rw - ext4 /dev/vda1 rw
-23 22 0:40 / /pfs rw - lustre 10.0.0.1@o2ib:/fs rw
-24 22 0:41 / /pool rw - zfs pool rw
-25 22 0:42 / /my\\040memory rw - tmpfs tmpfs rw
-26 25 0:43 / /pfs/inner rw - overlay overlay rw
-27 22 0:44 / /twice rw - nfs4 a:/ rw
-28 22 0:45 / /twice rw - fuse.thing b rw
+MOUNTS = """/dev/vda1 / ext4 rw 0 0
+10.0.0.1@o2ib:/fs /pfs lustre rw 0 0
+pool /pool zfs rw 0 0
+tmpfs /my\\040memory tmpfs rw 0 0
+overlay /pfs/inner overlay rw 0 0
+a:/ /twice nfs4 rw 0 0
+b /twice fuse.thing rw 0 0
 """
 
 
@@ -45,7 +45,7 @@ def host(root: Path, *, reads: int = 10, sectors: int = 200) -> Path:
         "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  4 kB\nDirty: 1 kB\n",
         "proc/diskstats": DISKSTATS.format(reads=reads, sectors=sectors),
         "proc/net/dev": NET_DEV,
-        "proc/self/mountinfo": MOUNTS,
+        "proc/mounts": MOUNTS,
         "sys/block/vda/size": "1",
         "sys/block/loop0/size": "1",
         "sys/block/dm-0/size": "1",
