@@ -21,17 +21,17 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class ThreadBoard:
-    """What the threads of one job exchange: a row for each collective call, and messages."""
+    """What the threads of one job exchange: a row for each exchange of all, and messages."""
 
     size: int
     rows: dict[int, dict[int, bytes]] = field(default_factory=dict)
     queues: dict[tuple[int, int, int], SimpleQueue[bytes]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def post(self, call: int, rank: int, payload: bytes) -> dict[int, bytes]:
-        """Store the payload of `rank` for collective call number `call`; returns the row of the call."""
+    def post(self, number: int, rank: int, payload: bytes) -> dict[int, bytes]:
+        """Store the payload of `rank` for exchange `number`; returns the row of the exchange."""
         with self.lock:
-            row = self.rows.setdefault(call, {})
+            row = self.rows.setdefault(number, {})
             row[rank] = payload
             return row
 
@@ -48,6 +48,7 @@ class ThreadComm(Comm):
         super().__init__(rank, board.size, host or f"thread-{rank}")
         self.board = board
         self.closed = False
+        self._num_exchanges = 0
 
     def close(self) -> None:
         """Record that it was closed."""
@@ -64,7 +65,8 @@ class ThreadComm(Comm):
         return self._gather_bytes(payload or b"", wait, only_on_rank0=False)[0]
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
-        row = self.board.post(self._call, self.rank, payload)
+        self._num_exchanges += 1
+        row = self.board.post(self._num_exchanges, self.rank, payload)
         wait.until(lambda: len(row) == self.size)
         return [row[rank] for rank in range(self.size)]
 
@@ -74,7 +76,6 @@ class ThreadTransfer:
 
     def __init__(self, board: ThreadBoard, rank: int) -> None:
         self.rank = rank
-        self.size = board.size
         self._board = board
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> _Sent:

@@ -60,9 +60,6 @@ class PointToPoint(Protocol):
     A send matches a receive between the same two ranks with the same tag.
     """
 
-    rank: int
-    size: int
-
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
         """Begin to send all of `buffer`."""
 
@@ -432,7 +429,15 @@ class Comm(ABC):
     ) -> bytes:
         """Return this rank's element of the sequence that rank 0 passes. Other ranks pass None."""
         with self._collective(awaiting, timeout_s) as wait:
-            return self._scatter_bytes(payloads if self.rank == 0 else None, wait)
+            # One broadcast carries either a part that is the same for all ranks, or the sizes of their parts.
+            announced = None
+            if self.rank == 0 and payloads is not None:
+                is_same = all(part is payloads[0] for part in payloads)
+                announced = pickle.dumps(payloads[0] if is_same else [len(part) for part in payloads])
+            same_or_sizes = pickle.loads(self._broadcast_bytes(announced, wait))  # noqa: S301 - see `_unpack`
+            if isinstance(same_or_sizes, bytes):
+                return same_or_sizes
+            return self._scatter_bytes(payloads if self.rank == 0 else None, same_or_sizes, wait)
 
     def transfer(self) -> PointToPoint:
         """Open point-to-point transfers between the same ranks, if the library has them. Collective."""
@@ -455,11 +460,13 @@ class Comm(ABC):
     def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
         """Return the bytes of all ranks in rank order. If `only_on_rank0`, other ranks may get any result."""
 
-    def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
+    def _scatter_bytes(
+        self, payloads: Sequence[bytes] | None, sizes: Sequence[int], wait: PollingWait
+    ) -> bytes:
         # Subclasses whose library can do this directly override it.
-        packed = None if payloads is None else pickle.dumps(payloads)
-        received: list[bytes] = pickle.loads(self._broadcast_bytes(packed, wait))  # noqa: S301 - see `_unpack`
-        return received[self.rank]
+        everything = self._broadcast_bytes(None if payloads is None else b"".join(payloads), wait)
+        begin = sum(sizes[: self.rank])
+        return everything[begin : begin + sizes[self.rank]]
 
     @contextmanager
     def _collective(self, awaiting: str, timeout_s: float | None) -> Iterator[PollingWait]:

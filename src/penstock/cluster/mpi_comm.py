@@ -80,24 +80,12 @@ class MpiComm(Comm):
         _finish(gather_payloads(np.frombuffer(payload, dtype=np.uint8), [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
 
-    def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # A part that is equal for all ranks travels as one broadcast, whose size is announced as a negative
-        # number.
-        is_same = payloads is not None and all(part is payloads[0] for part in payloads)
-        sizes_bytes = np.array([len(part) for part in payloads or ()], dtype=np.int64)
-        own_size = np.empty(1, dtype=np.int64)
-        announced = None if payloads is None else -sizes_bytes if is_same else sizes_bytes
-        _finish(self._mpi.Iscatter(announced, own_size), wait)
-        received = np.empty(abs(int(own_size[0])), dtype=np.uint8)
-        if own_size[0] < 0:
-            if payloads is not None:
-                received[:] = np.frombuffer(payloads[0], dtype=np.uint8)
-            _finish(self._mpi.Ibcast(received), wait)
-            return received.tobytes()
-        sent = None
+    def _scatter_bytes(
+        self, payloads: Sequence[bytes] | None, sizes: Sequence[int], wait: PollingWait
+    ) -> bytes:
+        received, sent = np.empty(sizes[self.rank], dtype=np.uint8), None
         if payloads is not None:
-            ends = np.cumsum(sizes_bytes)
-            layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
+            layout = (sizes, [sum(sizes[:rank]) for rank in range(self.size)])
             sent = [np.frombuffer(b"".join(payloads), dtype=np.uint8), layout]
         _finish(self._mpi.Iscatterv(sent, received), wait)
         return received.tobytes()
@@ -110,8 +98,6 @@ class MpiPointToPoint:
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
-        self.rank = communicator.Get_rank()
-        self.size = communicator.Get_size()
         self._mpi = communicator
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -103,20 +102,13 @@ class TorchComm(Comm):
             part[:size_bytes].numpy().tobytes() for part, (size_bytes, _) in zip(parts, read, strict=False)
         ]
 
-    def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # One broadcast carries either a part that is the same for all ranks, or the sizes of their parts.
-        announced = None
-        if payloads is not None:
-            is_same = all(part is payloads[0] for part in payloads)
-            announced = pickle.dumps(payloads[0] if is_same else [len(part) for part in payloads])
-        same_or_sizes = pickle.loads(self._broadcast_bytes(announced, wait))  # noqa: S301 - from rank 0
-        if isinstance(same_or_sizes, bytes):
-            return same_or_sizes
-        longest = max(same_or_sizes)
-        own = _padded(b"", longest)
-        parts = [_padded(part, longest) for part in payloads or ()]
+    def _scatter_bytes(
+        self, payloads: Sequence[bytes] | None, sizes: Sequence[int], wait: PollingWait
+    ) -> bytes:
+        own = _padded(b"", max(sizes))
+        parts = [_padded(part, max(sizes)) for part in payloads or ()]
         self._finish(self._group.scatter(own, parts, 0), wait)
-        return own[: same_or_sizes[self.rank]].numpy().tobytes()
+        return own[: sizes[self.rank]].numpy().tobytes()
 
 
 def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -158,8 +150,6 @@ class TorchPointToPoint:
     """Point-to-point transfers through gloo, whose waits release the GIL and the core."""
 
     def __init__(self, group: Any, place: str) -> None:
-        self.rank: int = group.rank()
-        self.size: int = group.size()
         self._group: Any = group
         self._place = place
 
