@@ -564,24 +564,20 @@ class CacheLevel:
         the manifest.
         """
         awaiting = f"all nodes to look for the manifest of {name}"
-        has_share = bool(assessment.shares.get(self.comm.rank))
-        unread = ""
 
-        def read() -> Seal | None:
-            nonlocal unread
+        def read() -> tuple[Seal | None, str]:
             try:
-                return self.node.seal(name) if has_share else None
+                return (self.node.seal(name) if assessment.shares.get(self.comm.rank) else None), ""
             except StorageError as error:
-                unread = str(error)
-                return None
+                return None, str(error)
 
-        own = run_on_all_ranks(self.comm, read, awaiting=awaiting)
+        own, unread = run_on_all_ranks(self.comm, read, awaiting=awaiting)
         answers = self.comm.gather((own is not None, unread), awaiting=awaiting)
         has_seal = [has for has, _ in answers]
         if not any(has_seal):
-            if unread := next((text for _, text in answers if text), ""):
-                raise StorageError(f"No cache can provide the manifest and .metadata of {name}: {unread}")
-            raise DataDamaged(f"No cache has the manifest and .metadata of {name} undamaged")
+            unread = next((text for _, text in answers if text), "")
+            what = f"No cache has the manifest and .metadata of {name} undamaged"
+            raise StorageError(f"{what}: {unread}") if unread else DataDamaged(what)
         # Only one rank sends it, because it may be long.
         is_first = self.comm.rank == has_seal.index(True)
         seals = self.comm.gather(own if is_first else None, awaiting=awaiting)

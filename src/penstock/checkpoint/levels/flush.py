@@ -470,8 +470,7 @@ class Flusher:
         return self._now.states.get(step, FlushState())
 
     def _set(self, step: int, **facts: object) -> None:
-        states = {**self._now.states, step: self._state(step).model_copy(update=facts)}
-        self._now = self._now.model_copy(update={"states": states})
+        self._now.states[step] = self._state(step).model_copy(update=facts)
         if "phase" in facts or time.monotonic() - self._reported_s > REPORT_S:
             self._reported_s = time.monotonic()
             self._folder.write_progress(self._now)

@@ -30,8 +30,8 @@ from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.redundancy import Assessment, choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
-from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
-from penstock.errors import DataDamaged, ObjectNotFound, RankFailed, StorageError, UsageError
+from penstock.cluster.comm import all_gather_results, run_on_all_ranks
+from penstock.errors import DataDamaged, RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
@@ -164,8 +164,7 @@ class TieredStore(step_store.StepStore):
         """Yield the caches' copy, rebuilt if files are lost or damaged; then the durable copy."""
         name = step_dirname(step)
         found = self.cache.assess(name)
-        is_cached = bool(found.records or found.unread)
-        if is_cached:
+        if found.records or found.unread:
             found = self._repaired(name, found)
             if not found.reason:
                 yield self._cached_copy("cache", name, found)
@@ -181,21 +180,7 @@ class TieredStore(step_store.StepStore):
                 message = "%s: the caches cannot provide it, other levels may: %s"
                 step_store.warn_once_per_job(logger, self.comm.rank, message, name, found.reason)
                 yield (StorageError if found.unread else DataDamaged)(f"caches: {found.reason}")
-        is_durable = step_store.repeat_while_storage_fails(
-            lambda: run_on_rank0(
-                self.comm,
-                lambda: step in self.catalog.committed(),
-                awaiting="rank 0 to look for the durable step",
-            ),
-            self.comm,
-            self.uri,
-        )
-        if is_durable:
-            yield step_store.StepCopy(
-                level="durable", open=partial(self.catalog.find, step), localize=partial(self._fetch, step)
-            )
-        elif not is_cached:
-            yield ObjectNotFound("no level has it")
+        yield from super().copies(step)
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
         """Return this job's failed flushes, whose steps are still cached; only log those of earlier jobs."""
@@ -256,7 +241,7 @@ class TieredStore(step_store.StepStore):
                     logger.warning(message, self.saved)
                 if self._thread:
                     self._thread.shutdown()
-                self._run_flusher(self.comm.timeout_s)
+                self._run_flusher()
                 # The last save kept steps that still had to be flushed.
                 remove_leftovers(self.saved or 0, self.hide_surplus())
         finally:
@@ -314,16 +299,16 @@ class TieredStore(step_store.StepStore):
                 self._is_detached = False
         if not self._is_detached:
             self._thread = self._thread or step_store.start_lasting_worker("penstock-flush")
-            self._thread.submit(self._run_flusher, self.comm.timeout_s)
+            self._thread.submit(self._run_flusher)
 
-    def _run_flusher(self, patience_s: float) -> None:
-        Flusher(self.cache.storage, durable=self.catalog.storage).run(patience_s=patience_s)
+    def _run_flusher(self) -> None:
+        Flusher(self.cache.storage, durable=self.catalog.storage).run(patience_s=self.comm.timeout_s)
 
     def _await_durable(self, step: int) -> None:
         """Flush in this thread, or follow the flusher; raise if the step cannot become durable."""
         if not self.cache.is_lead:
             return
-        self._run_flusher(self.comm.timeout_s)
+        self._run_flusher()
         state = self._flushes.states().get(step)
         if state is not None:
             self._reported[step] = state.reason
@@ -356,7 +341,7 @@ class TieredStore(step_store.StepStore):
             localize=partial(self.cache.relocate_shares, name, found),
         )
 
-    def _fetch(self, step: int) -> CheckpointRef:
+    def localize(self, step: int) -> CheckpointRef:
         """Copy user files from the durable level into the caches, and protect them there again."""
         name = step_dirname(step)
         files = _FetchedFiles(self.catalog.find(step), rank=self.comm.rank, num_ranks=self.comm.size)
@@ -365,7 +350,7 @@ class TieredStore(step_store.StepStore):
             self.cache.complete(self.cache.start(name), files, files, number=0, facts={})
         except (StorageError, RankFailed) as error:
             logger.warning("%s is read from the durable level, as it could not be fetched: %s", name, error)
-            return self.find_local(step)
+            return super().localize(step)
         return self.cache.relocate_shares(name, self.cache.assess(name))
 
 

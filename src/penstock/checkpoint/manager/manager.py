@@ -417,10 +417,6 @@ class SaveReport:
         """The size of the state, summed over all ranks."""
         return sum(stats.payload_bytes for stats in self.ranks)
 
-    def format_line(self, rank: int) -> str:
-        """Return the statistics of one `rank` as a line for the log."""
-        return f"step {self.step}, rank {rank}: {self.ranks[rank]}"
-
 
 class SaveHandle:
     """A save in the background, as returned by `save_async`.

@@ -141,10 +141,10 @@ class StepStore:
         An error in place of a copy is the reason why a level has none.
         """
         yield StepCopy(
-            level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
+            level="durable", open=partial(self.catalog.find, step), localize=partial(self.localize, step)
         )
 
-    def find_local(self, step: int) -> CheckpointRef:
+    def localize(self, step: int) -> CheckpointRef:
         """Return a durable step to be read by paths; raise `Unavailable` if it is not on a file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
