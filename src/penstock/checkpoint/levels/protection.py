@@ -16,11 +16,11 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from penstock.errors import StorageError, WaitTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer, copy_bytes, flat
-from penstock.storage.capabilities import no_thread, prefer_direct_access, submit_or_run
+from penstock.storage.capabilities import no_thread, prefer_direct_access
 from penstock.storage.protocol import Release, Sink, Source, WrappedSink, WrappedSource, WrappedStorage
 from penstock.transfer.buffers import WarmMemory
 
@@ -48,10 +48,8 @@ KeyOf = Callable[[str], str]
 
 NUM_FED: Final = 3
 """The number of blocks between the files and parity: one is sent while another is filled."""
-NUM_SUMS: Final = 4
-"""The number of blocks for sums: one is being added to, one receives the next stripe's first block, two are
-written.
-"""
+NUM_SUMS: Final = 2
+"""The number of blocks for sums: one is added to and written, one receives the next stripe's first block."""
 NUM_SPARE: Final = 2
 """The number of blocks for what arrives: one is added to a sum while the next one arrives."""
 TAGS: Final = 4
@@ -246,8 +244,7 @@ class ByteFeed:
                 )
         if counts:
             raise StorageError("A save wrote a file that it does not name", uri=next(iter(counts)))
-        order = tuple((numbers[key], length) for key, length in self._extents)
-        return () if [number for number, _ in order] == sorted({number for number, _ in order}) else order
+        return tuple((numbers[key], length) for key, length in self._extents)
 
 
 class _FedStorage(WrappedStorage):
@@ -384,68 +381,49 @@ class Protector:
         sizes: Sequence[int],
         layout: Layout,
     ) -> RecordedFile:
-        """Send this member's blocks, add up the blocks that arrive, and write the sums in another thread."""
+        """Send this member's blocks, add up the blocks that arrive, and write the sums."""
         place, failure, zeros = ranks.index(self._comm.rank), FirstFailure(), bytearray(layout.block_bytes)
         tag = self._next_tag()
         width = max(layout.parities, 1)
-        sets = [blocks[start : start + width] for start in range(0, len(blocks), width)]
-        spare, free = sets[:NUM_SPARE], SimpleQueue[Sequence[memoryview]]()
-        for each in sets[NUM_SPARE:]:
-            free.put(each)
+        sums, following, *spare = (blocks[start : start + width] for start in range(0, len(blocks), width))
         kept_bytes = layout.parities * layout.chunk_bytes if layout.parities else sizes[place - 1]
         name = parity_file_name(self._comm.rank)
         # For each chunk, the members that receive this member's block, and those whose blocks arrive: one per
         # parity.
         routes = [_route(layout, place, chunk) for chunk in range(layout.num_chunks)]
+        num_steps = len(routes) * (layout.chunk_bytes // layout.block_bytes)
 
-        def receive(step: int, sums: Sequence[memoryview]) -> list[PendingTransfer]:
-            into = sums if step % len(routes) == 0 else spare[step % NUM_SPARE]
+        def receive(step: int, first: Sequence[memoryview]) -> list[PendingTransfer]:
+            if step == num_steps:
+                return []
+            into = spare[step % NUM_SPARE] if step % len(routes) else first
             _, sources = routes[step % len(routes)]
             peers = [(ranks[source], block) for source, block in zip(sources, into, strict=True)]
-            return self._begin(self._connected().receive, peers, tag + 2 * (step % 2), failure)
+            return self._begin("receive", peers, tag + 2 * (step % 2), failure)
 
-        def write(out: MemberWriter, sums: Sequence[memoryview]) -> None:
-            for block in sums:
-                failure.attempt(out.write, block)
-            free.put(sums)
-
-        num_steps = len(routes) * (layout.chunk_bytes // layout.block_bytes)
-        with (
-            ExitStack() as undo,
-            closing(MemberWriter([(name, kept_bytes)], storage, key)) as out,
-            ThreadPoolExecutor(1, thread_name_prefix="penstock-parity-file") as writing,
-        ):
+        with ExitStack() as undo, closing(MemberWriter([(name, kept_bytes)], storage, key)) as out:
             undo.callback(feed.abandon)
-            pending: list[Future[None]] = []
-            sums = free.get()
-            arriving = receive(0, sums) if num_steps else []
+            arriving = receive(0, sums)
             for step in range(num_steps):
                 block = feed.take()
                 leaving = memoryview(zeros) if block is None else block
                 peers = [(ranks[target], leaving) for target in routes[step % len(routes)][0]]
-                sent = self._begin(self._connected().send, peers, tag + 2 * (step % 2), failure)
+                sent = self._begin("send", peers, tag + 2 * (step % 2), failure)
                 self._wait(arriving, "blocks for parity", failure)
-                is_last = step % len(routes) == len(routes) - 1
-                following = free.get() if is_last and step + 1 < num_steps else sums
                 # Receives begin before others send, so that arriving blocks need no buffer in the transport.
-                arriving = receive(step + 1, following) if step + 1 < num_steps else []
+                arriving = receive(step + 1, following)
                 if step % len(routes):
                     # The first chunk has the largest weight, so Horner's rule gives the others theirs.
-                    for total, piece, sum_up in zip(
-                        sums,
-                        spare[step % NUM_SPARE],
-                        (add, double_and_add),
-                        strict=False,
-                    ):
+                    pieces = spare[step % NUM_SPARE]
+                    for total, piece, sum_up in zip(sums, pieces, (add, double_and_add), strict=False):
                         sum_up(total, piece)
-                if is_last:
-                    pending.append(submit_or_run(writing, write, out, sums))
-                    sums = following
                 self._wait(sent, "other ranks to take blocks for parity", failure)
                 if block is not None:
                     feed.give_back(block)
-            for written in pending:
-                written.result()
+                if (step + 1) % len(routes) == 0:
+                    for total in sums:
+                        failure.attempt(out.write, total)
+                    sums, following = following, sums
             found: list[RecordedFile] = []
             failure.attempt(lambda: found.extend(out.finish()))
             failure.raise_noted()
@@ -502,10 +480,10 @@ class Protector:
                         if holder == rank:
                             failure.attempt(readers[source][from_kept].read_into, offset, block)
                         if holder == rank != target:
-                            sent = self._begin(self._connected().send, [(target, block)], tag, failure)
+                            sent = self._begin("send", [(target, block)], tag, failure)
                             self._wait(sent, f"rank {target} to take lost bytes", failure)
                         elif holder != rank == target:
-                            received = self._begin(self._connected().receive, [(holder, block)], tag, failure)
+                            received = self._begin("receive", [(holder, block)], tag, failure)
                             self._wait(received, f"lost bytes from rank {holder}", failure)
                         if target == rank:
                             add_scaled(total[:length], part[:length], factor)
@@ -518,13 +496,14 @@ class Protector:
 
     def _begin(
         self,
-        begin: Callable[..., PendingTransfer],
+        verb: Literal["send", "receive"],
         peers: Sequence[tuple[int, memoryview]],
         tag: int,
         failure: FirstFailure,
     ) -> list[PendingTransfer]:
         """Begin to send or receive one block for each parity."""
-        pending = []
+        assert self._transfer is not None, "several ranks have connections"
+        begin, pending = getattr(self._transfer, verb), []
         for number, (rank, block) in enumerate(peers):
             with failure.noted():
                 pending.append(begin(rank, block, tag=tag + number))
@@ -534,10 +513,6 @@ class Protector:
         for each in pending:
             with failure.noted():
                 each.wait(awaiting=awaiting, timeout_s=self._comm.timeout_s)
-
-    def _connected(self) -> PointToPoint:
-        assert self._transfer is not None, "several ranks have connections"
-        return self._transfer
 
     def _next_tag(self) -> int:
         self._num_exchanges += 1

@@ -62,9 +62,7 @@ def multiply(left: int, right: int) -> int:
 
 
 def inverse(element: int) -> int:
-    """Return the element whose product with `element` is 1."""
-    if element == 0:
-        raise ZeroDivisionError("zero has no inverse in a field")
+    """Return the element whose product with `element`, which must not be 0, is 1."""
     powers, logarithms = _powers()
     return powers[255 - logarithms[element]]
 
@@ -128,10 +126,6 @@ class Layout:
         for start in range(0, total_bytes, self.block_bytes):
             yield start, min(self.block_bytes, total_bytes - start)
 
-    def position(self, chunk: int, start: int, length: int) -> int:
-        """Return the offset, in its member's bytes, of the block of `length` bytes at `start` of a chunk."""
-        return start * self.num_chunks + chunk * length
-
     def stripe_of(self, member: int, chunk: int) -> int:
         """Return the stripe to which a chunk of a member belongs."""
         return (member - self.parities - chunk) % self.members
@@ -148,7 +142,7 @@ class Layout:
         offset = (member - stripe) % self.members
         if offset < self.parities:
             return True, self.parities * start + offset * length
-        return False, self.position(offset - self.parities, start, length)
+        return False, start * self.num_chunks + (offset - self.parities) * length
 
     def equations(self, stripe: int) -> list[list[int]]:
         """Return a stripe's equations, one for each parity: factors with which the pieces add up to zero.

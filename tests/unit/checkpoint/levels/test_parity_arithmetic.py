@@ -1,7 +1,6 @@
 """The field that parity is computed in: single elements, and buffers compared with single elements."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,8 +35,6 @@ def test_products_are_those_of_polynomials() -> None:
 
 def test_every_element_but_zero_has_an_inverse() -> None:
     assert all(multiply(element, inverse(element)) == 1 for element in range(1, 256))
-    with pytest.raises(ZeroDivisionError):
-        inverse(0)
 
 
 @st.composite

@@ -214,7 +214,7 @@ def _summed(layout: Layout, sequences: Sequence[bytes], place: int) -> bytes:
                 )
                 factor = 2 ** (layout.num_chunks - 1 - chunk) if number else 1
                 table = np.array([multiply(factor, element) for element in range(256)], np.uint8)
-                begin = layout.position(chunk, start, length)
+                begin = start * layout.num_chunks + chunk * length
                 total ^= table[whole[member][begin : begin + length]]
             kept += total.tobytes()
     return kept
