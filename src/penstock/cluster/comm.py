@@ -70,24 +70,8 @@ class PointToPoint(Protocol):
         """Release the resources of these transfers. Collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error of one rank, which can be sent to others."""
-
-    rank: int
-    host: str
-    cause: str
-    code: int = 1
-
-    def error(self) -> RankFailed:
-        """Return the error that all ranks raise."""
-        return RankFailed(self.rank, self.host, self.cause, exit_code=self.code)
-
-
-class _Unsendable(_Failure):
+class _Unsendable(RankFailed):
     """Takes the place of a value that cannot be pickled, so that all ranks learn of it in the same call."""
-
-    __slots__ = ()
 
 
 def all_gather_results(
@@ -104,8 +88,8 @@ def all_gather_results(
     with _raising_own(comm, own_error):
         outcomes = comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)
     for other in outcomes:
-        if isinstance(other, _Failure):
-            raise other.error() from (own_error if other.rank == comm.rank else None)
+        if isinstance(other, RankFailed):
+            raise other from (own_error if other.rank == comm.rank else None)
         results.append(other)
     return results
 
@@ -200,11 +184,11 @@ def divide_on_rank0(
     if comm.rank == 0:
         # The ranks of a job trust each other: a process that can send here already runs code as this user.
         results: list[Any] = [pickle.loads(payload) for payload in packed]  # noqa: S301
-        failures = [result for result in results if isinstance(result, _Failure)]
-        parts: Sequence[Any] | _Failure = failures[0] if failures else []
+        failures = [result for result in results if isinstance(result, RankFailed)]
+        parts: Sequence[Any] | RankFailed = failures[0] if failures else []
         if not failures:
             parts, dividing_error = _attempt(comm, lambda: divide(results))
-        if isinstance(parts, _Failure):
+        if isinstance(parts, RankFailed):
             parts = [parts] * comm.size
         # An answer that is the same for all ranks is pickled once, and then sent as one broadcast.
         distinct = {id(part): part for part in parts}
@@ -215,9 +199,8 @@ def divide_on_rank0(
         limit_s = None if timeout_s is None else timeout_s + comm.timeout_s
         own_part = comm.scatter_bytes(payloads, awaiting=awaiting, timeout_s=limit_s)
     answer: Any = pickle.loads(own_part)  # noqa: S301 - see above
-    if isinstance(answer, _Failure):
-        own = dividing_error if comm.rank == 0 and dividing_error is not None else own_error
-        raise answer.error() from (own if answer.rank == comm.rank else None)
+    if isinstance(answer, RankFailed):
+        raise answer from ((dividing_error or own_error) if answer.rank == comm.rank else None)
     mine: Answer = answer
     return mine
 
@@ -241,19 +224,23 @@ def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
             raise
         if isinstance(own_error, RankError):
             raise own_error from own_error.__cause__
-        raise RankFailed(comm.rank, comm.host, format_cause(own_error)) from own_error
+        raise blame(comm, own_error) from own_error
 
 
-def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple[Result | _Failure, Exception | None]:
+def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple[Result | RankFailed, Exception | None]:
     """Call `work`. Returns its result or a failure that can be sent, and the error if there is one."""
     try:
         return work(), None
-    except RankFailed as error:
-        # All ranks already know which rank failed, and why.
-        return _Failure(error.rank, error.host, error.cause, error.exit_code), error
     except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
-        code = error.exit_code if isinstance(error, PenstockError) else 1
-        return _Failure(comm.rank, comm.host, format_cause(error), code), error
+        return blame(comm, error), error
+
+
+def blame(comm: Comm, error: BaseException) -> RankFailed:
+    """Return an error of this rank in the form in which all ranks raise it."""
+    if isinstance(error, RankFailed):
+        return error  # all ranks already know which rank failed, and why
+    code = error.exit_code if isinstance(error, PenstockError) else 1
+    return RankFailed(comm.rank, comm.host, format_cause(error), exit_code=code)
 
 
 def _pack(comm: Comm, value: object) -> bytes:
@@ -412,8 +399,6 @@ class Comm(ABC):
     ) -> Number:
         """Return the sum, minimum or maximum over ranks, with the same bits on every rank."""
         folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
-        if op not in folds:
-            raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
         return folds[op](self.gather(value, awaiting=awaiting, timeout_s=timeout_s))
 
     def gather_bytes_on_rank0(
@@ -496,7 +481,7 @@ class Comm(ABC):
         values = [pickle.loads(payload) for payload in packed]  # noqa: S301
         for value in values:
             if isinstance(value, _Unsendable):
-                raise value.error()
+                raise value
         return values
 
 

@@ -39,7 +39,7 @@ from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, requ
 from penstock.checkpoint.manager import policies, step_store
 from penstock.checkpoint.manager.policies import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.state.walk import NamePatterns
-from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
+from penstock.cluster.comm import Comm, blame, format_cause, run_on_all_ranks
 from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout, printable
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
@@ -554,10 +554,9 @@ class SavesInFlight:
         found += [(0, f"making durable step {step}", failure) for step, failure in flush_failures.items()]
         own_failures = []
         for number, what, failure in found:
-            rank, host, cause = self._comm.rank, self._comm.host, format_cause(failure)
-            if isinstance(failure, RankFailed):
-                rank, host, cause = failure.rank, failure.host, failure.cause
-            own_failures.append((number, rank, host, f"{what} in the background: {cause}"))
+            blamed = blame(self._comm, failure)
+            cause = f"{what} in the background: {blamed.cause}"
+            own_failures.append((number, blamed.rank, blamed.host, cause))
         call = (activity, self._folder)
         views = self._comm.gather((call, own_failures), awaiting=f"all ranks to begin {activity}")
         if {other for other, _ in views} != {call}:

@@ -31,7 +31,7 @@ from penstock.checkpoint.commit.checkpoints import (
 )
 from penstock.checkpoint.commit.protocol import RETRY_PAUSES_S, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, blame, format_cause, run_on_rank0
 from penstock.errors import (
     ObjectNotFound,
     PenstockError,
@@ -245,9 +245,7 @@ class RestoreSearch:
                 return None
             if not isinstance(error, PenstockError):
                 raise error
-            if isinstance(error, RankFailed):
-                return classify_fault(error), error  # the error names the rank where it began
-            return classify_fault(error), RankFailed(self._comm.rank, self._comm.host, format_cause(error))
+            return classify_fault(error), blame(self._comm, error)
 
         answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
         failures = [answer for answer in answers if answer is not None]
