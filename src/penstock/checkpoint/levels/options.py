@@ -100,13 +100,11 @@ class Partner(Scheme):
 
 
 def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
-    """Return the scheme of checkpoint `number` (from 1): the one with the largest `every` that divides it."""
+    """Return the scheme of checkpoint `number` (from 1): the one with the largest `every` that divides it.
+
+    There is one: `check_schemes` has found a scheme with every=1.
+    """
     fitting = [scheme for scheme in schemes if number % scheme.every == 0]
-    if not fitting:
-        raise UsageError(
-            f"No redundancy scheme applies to checkpoint {number}",
-            fix="Add a scheme with every=1, such as Single(every=1).",
-        )
     return max(fitting, key=lambda scheme: scheme.every)
 
 

@@ -37,7 +37,7 @@ from penstock.cluster.facts.host_facts import (
 from penstock.cluster.facts.read_host import ROOT, read_report
 from penstock.cluster.launcher_command import find_launcher, plan_launch
 from penstock.environment import Environment
-from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
+from penstock.errors import DataDamaged, HostsAbsent, PenstockError
 
 AT_ONCE = 32
 POLL_S = 0.02
@@ -205,12 +205,6 @@ def collect_from_hosts(
 
     Raises `HostsAbsent` if some hosts did not report, unless `allow_partial` is set.
     """
-    duplicate = next((host for host in hosts if list(hosts).count(host) > 1), None)
-    if duplicate is not None or not hosts:
-        raise UsageError(
-            f"Host {duplicate!r} is named twice" if duplicate else "No host is given",
-            fix="Name each host once: --hosts node1,node2.",
-        )
     outcomes = {answer.host: parse_agent_output(answer, timeout_s=timeout_s) for answer in answers}
     facts = _combine(via, collected_at, [outcomes[host] for host in hosts])
     if facts.absent and not (allow_partial and facts.present):

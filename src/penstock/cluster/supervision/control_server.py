@@ -240,8 +240,6 @@ class ControlServer:
                 self.exit_codes[rank] = exit_code
             case {"kind": "gone", "rank": rank}:
                 self._members[rank].gone = True
-            case unexpected:
-                logger.warning("Ignored a message that only servers send: %r", unexpected)
 
     def _missing(self, call: int) -> list[int]:
         """Return the ranks that have not reported a long wait in this call."""

@@ -19,7 +19,7 @@ from penstock.cluster.facts.host_facts import (
     parse_facts,
     read_cluster_facts,
 )
-from penstock.errors import DataDamaged, HostsAbsent, ObjectNotFound, UsageError
+from penstock.errors import DataDamaged, HostsAbsent, ObjectNotFound
 
 VIA: Via = "mpi"
 AT = "2026-01-02T03:04:05+00:00"
@@ -133,12 +133,6 @@ def test_a_missing_fact_has_no_default() -> None:
     del document["memory_bytes"]
     with pytest.raises(DataDamaged, match=r"memory_bytes: Field required"):
         parse_facts(HostReport, json.dumps(document), where="a")
-
-
-@pytest.mark.parametrize("hosts", ["a,b,a", ""])
-def test_hosts_are_named_once_and_at_least_one(hosts: str) -> None:
-    with pytest.raises(UsageError):
-        collect_from_hosts([], hosts.split(",") if hosts else [], via=VIA, timeout_s=9, collected_at=AT)
 
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
