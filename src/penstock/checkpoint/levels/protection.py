@@ -62,11 +62,6 @@ cannot be mistaken for one of the exchanges in between.
 logger = logging.getLogger(__name__)
 
 
-def parity_file_name(rank: int) -> str:
-    """Return the name of the file with the parity or copy that a rank keeps for its group."""
-    return f"parity-{rank}.bin"
-
-
 # The bytes of a member's files as one sequence.
 
 
@@ -387,7 +382,6 @@ class Protector:
         width = max(layout.parities, 1)
         sums, following, *spare = (blocks[start : start + width] for start in range(0, len(blocks), width))
         kept_bytes = layout.parities * layout.chunk_bytes if layout.parities else sizes[place - 1]
-        name = parity_file_name(self._comm.rank)
         # For each chunk, the members that receive this member's block, and those whose blocks arrive: one per
         # parity.
         routes = [_route(layout, place, chunk) for chunk in range(layout.num_chunks)]
@@ -401,7 +395,10 @@ class Protector:
             peers = [(ranks[source], block) for source, block in zip(sources, into, strict=True)]
             return self._begin("receive", peers, tag + 2 * (step % 2), failure)
 
-        with ExitStack() as undo, closing(MemberWriter([(name, kept_bytes)], storage, key)) as out:
+        with (
+            ExitStack() as undo,
+            closing(MemberWriter([(f"parity-{self._comm.rank}.bin", kept_bytes)], storage, key)) as out,
+        ):
             undo.callback(feed.abandon)
             arriving = receive(0, sums)
             for step in range(num_steps):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from tests.support.known_states import restored, save_state
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit import checkpoints
+from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     OutOfSpace,
@@ -58,6 +60,33 @@ def error_of(work: Callable[[], object]) -> PenstockError:
 
 def full() -> None:
     raise OutOfSpace("The disk is full", uri="file:///full", errno=errno.ENOSPC)
+
+
+def restore_what_is_left(rank: int, root: Path) -> list[int]:
+    with Manager(root) as manager, patch.object(step_store, "RETRY_PAUSES_S", ()):
+        for step in (1, 2):
+            manager.save(step, state_of(rank, step))
+        if rank == 0:
+            shutil.rmtree(root / "step-2")
+            shutil.copytree(root / "step-1", root / "step-2")
+        dist.barrier()
+        found = state_of(rank, 0)
+        assert manager.restore(found) == 1
+        assert is_of(found, rank, 1)
+        skipped = [each.step for each in manager.skipped_steps]
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(root / "step-1")
+            shutil.rmtree(root / "step-2")
+        dist.barrier()
+        assert "this job saved step 2" in str(error_of(lambda: manager.restore(found)))
+    with Manager(root) as another, patch.object(step_store, "RETRY_PAUSES_S", ()):
+        assert "latest names step-2" in str(error_of(lambda: another.restore(found)))
+    return skipped
+
+
+def test_all_ranks_skip_a_copy_of_another_step_and_miss_steps_that_are_gone(tmp_path: Path) -> None:
+    assert on_gloo_ranks(2, restore_what_is_left, tmp_path) == [[2], [2]]
 
 
 def save_and_restore(rank: int, root: Path) -> None:

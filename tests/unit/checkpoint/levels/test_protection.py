@@ -20,7 +20,6 @@ from penstock.checkpoint.levels.protection import (
     MemberReader,
     MemberWriter,
     Protector,
-    parity_file_name,
 )
 from penstock.checkpoint.levels.redundancy import (
     GroupMember,
@@ -188,7 +187,7 @@ def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors
     for member, held in enumerate(files):
         staged = Staged(member, sizes[member])
         assert [held[staged.name(number)] for number in range(len(sizes[member]))] == staged.content
-        assert record.kept[member].sum == checksum_of(held[parity_file_name(member)]).hex()
+        assert record.kept[member].sum == checksum_of(held[f"parity-{member}.bin"]).hex()
     _rebuild(record, files, lost, actors or len(sizes))
 
 
@@ -226,7 +225,7 @@ def test_parity_is_the_weighted_sum_of_what_members_wrote(parities: int) -> None
     assert record.members[0].order, "both files were written at the same time"
     sequences = [_sequence(member, held) for member, held in zip(record.members, files, strict=True)]
     for place, held in enumerate(files):
-        assert held[parity_file_name(place)] == _summed(record.layout, sequences, place)
+        assert held[f"parity-{place}.bin"] == _summed(record.layout, sequences, place)
 
 
 class FullStorage(WrappedStorage):
