@@ -194,16 +194,6 @@ class CheckpointSource:
         regions = self.index.stored.regions
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
-    def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Return the payload's offset in a row's item, found in its `head`; if None, use `tensor_bytes`."""
-        stored = self.index.stored
-        if stored.packed[row]:
-            return None
-        if stored.payload_offset[row] != UNKNOWN:
-            return int(stored.payload_offset[row] - stored.item_offset[row])
-        dtype = self.index.tensors[int(stored.regions.tensor[row])].dtype
-        return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
-
     def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
         """Return the elements of a row's region in row-major order, from its whole item. For packed items."""
         if self.archive is not None:
@@ -482,7 +472,8 @@ def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSourc
         begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
         head = bytearray(min(HEAD_BYTES, size))
         source.read_into(begin, memoryview(head))
-        offset = checkpoint.payload_in(row, head)
+        dtype = checkpoint.index.tensors[int(stored.regions.tensor[row])].dtype
+        offset = payload_in(head, size, dtype, checkpoint.shape(row))
         return UNKNOWN if offset is None else begin + offset
 
     def find_own() -> Ints:

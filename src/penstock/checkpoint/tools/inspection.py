@@ -32,8 +32,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_checkpoint,
     open_folder,
 )
-from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
-from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
+from penstock.checkpoint.state.regions import StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import AccessRefused, DataDamaged, ObjectNotFound, PenstockError, UsageError
@@ -146,7 +145,7 @@ class TensorDetails:
     num_parts: int
     files: tuple[str, ...]
     note: str = ""
-    """The reason why the tensor cannot be read in part, or without the page cache; empty if it can."""
+    """The reason why the tensor cannot be read in part; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,16 +232,10 @@ def _describe_tensors(source: CheckpointSource) -> tuple[TensorDetails, ...]:
 
 def _explain_reading(source: CheckpointSource, rows: list[int]) -> str:
     stored = source.index.stored
-    if any(stored.packed[row] for row in rows):
-        if source.archive is not None:
-            return "strided: read whole"
-        transforms = sorted({name for row in rows for name in source.index.transforms_of(row)})
-        return f"{', '.join(transforms)}: read whole"
-    # Small payloads are deliberately not aligned; an item is slightly larger than its payload.
-    large = [row for row in rows if stored.item_bytes[row] >= ALIGNED_BYTES + HEAD_BYTES]
-    known = [int(stored.payload_offset[row]) for row in large if stored.payload_offset[row] != UNKNOWN]
-    is_aligned = all(offset % PAYLOAD_ALIGNMENT == 0 for offset in known)
-    return "" if source.manifest is None or is_aligned else "unaligned"
+    if not stored.packed[rows].any():
+        return ""
+    transforms = sorted({name for row in rows for name in source.index.transforms_of(row)})
+    return f"{', '.join(transforms) or 'strided'}: read whole"
 
 
 _LARGEST_READ = 1 << 16

@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
-from penstock.checkpoint.state.regions import UNKNOWN, Ints, TensorFacts
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, locate_payloads
+from penstock.checkpoint.state.regions import Ints, TensorFacts
+from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged
 from penstock.storage.protocol import Sink, Source
 from penstock.transfer.buffers import WarmMemory
@@ -49,11 +49,10 @@ class SlabReader:
     """Reads the elements of a checkpoint's tensors as slabs. For use by one thread; must be closed."""
 
     def __init__(self, checkpoint: CheckpointSource) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint = locate_payloads(checkpoint, SoloComm())
         self._storage = checkpoint.storage_of_files()
         self._sources: dict[int, Source] = {}
         self._decoded: tuple[int, memoryview] | None = None
-        self._begins: dict[int, int | None] = {}
         tensor = checkpoint.index.stored.regions.tensor
         self._order = np.argsort(tensor, kind="stable")
         self._first = np.searchsorted(tensor[self._order], np.arange(len(checkpoint.index.tensors) + 1))
@@ -102,27 +101,19 @@ class SlabReader:
     def read_payload(self, row: int, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a region's elements from offset `start` onward."""
         index = self._checkpoint.index
-        number, item_begin = int(index.stored.file[row]), int(index.stored.item_offset[row])
+        stored, number = index.stored, int(index.stored.file[row])
         if number not in self._sources:
             self._sources[number] = self._storage.open(self._checkpoint.key(index.files[number]))
-        source, item_bytes = self._sources[number], int(index.stored.item_bytes[row])
-        if row not in self._begins:
-            known = int(index.stored.payload_offset[row])
-            self._begins[row] = known
-            if known == UNKNOWN:
-                head = bytearray(min(item_bytes, HEAD_BYTES))
-                source.read_into(item_begin, memoryview(head))
-                inside = self._checkpoint.payload_in(row, head)
-                self._begins[row] = None if inside is None else item_begin + inside
-        if (payload := self._begins[row]) is not None:
-            source.read_into(payload + start, target)
+        source = self._sources[number]
+        if not stored.packed[row]:
+            source.read_into(int(stored.payload_offset[row]) + start, target)
             return
         # The item can only be read as a whole. The last one is kept, because slabs of one tensor are
         # consecutive.
         if self._decoded is None or self._decoded[0] != row:
             self._decoded = None
-            item = bytearray(item_bytes)
-            source.read_into(item_begin, memoryview(item))
+            item = bytearray(int(stored.item_bytes[row]))
+            source.read_into(int(stored.item_offset[row]), memoryview(item))
             self._decoded = (row, self._checkpoint.tensor_bytes(row, item))
         target[:] = self._decoded[1][start : start + len(target)]
 
