@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredObject, TensorFacts
-from penstock.checkpoint.state.tensors import bare_names, is_optimizer_dict, parameter_names, parameters_of
+from penstock.checkpoint.state.tensors import bare_names, parameter_names
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
     INTEGER,
@@ -49,9 +49,11 @@ from penstock.checkpoint.state.walk import (
     Stateful,
     find_stored_name,
     is_of_one_rank,
+    is_optimizer_dict,
     is_stateful,
     literal_key,
     matches_pattern,
+    parameters_of,
     rank_object_name,
 )
 from penstock.did_you_mean import nearest

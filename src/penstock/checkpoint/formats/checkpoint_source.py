@@ -345,6 +345,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                 folder="",
                 index=archive.index,
                 archive=archive,
+                key_types=archive.key_types,
             )
         try:
             tensors = safetensors.read_header(read, source.size_bytes, uri)

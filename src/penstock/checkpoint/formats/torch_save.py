@@ -35,7 +35,7 @@ from penstock.checkpoint.state.regions import (
     element_type,
     whole_regions,
 )
-from penstock.checkpoint.state.walk import walk
+from penstock.checkpoint.state.walk import Owner, is_optimizer_dict, walk
 from penstock.errors import DataDamaged, UsageError
 
 ReadRange = Callable[[int, int], bytes | bytearray]
@@ -168,6 +168,8 @@ class TorchSaveArchive:
     """
     value: Any = None
     """The whole value, nested as it was saved."""
+    key_types: Mapping[str, str] = field(default_factory=dict)
+    """The types of keys; see `state.walk.walk`."""
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The offset and size of every tensor's record, by key."""
 
@@ -204,7 +206,11 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
         raise DataDamaged(f"Its record data.pkl has {pickle_bytes} bytes", where=where)
     value = read_torch_pickle(bytes(read(pickle_offset, pickle_bytes)), where)
     state = value if isinstance(value, Mapping) else {SOLE_NAME: value}
-    leaves, _ = walk(state, lambda leaf: isinstance(leaf, TensorRef))
+    leaves, key_types = walk(
+        state,
+        lambda leaf: isinstance(leaf, TensorRef),
+        lambda part: Owner.OPTIMIZER if is_optimizer_dict(part) else Owner.PLAIN,
+    )
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
     facts = tuple(
@@ -249,6 +255,7 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
             (file_name,),
             paths={leaf.name: leaf.path for leaf in leaves},
         ),
+        key_types=key_types,
         values={leaf.name: leaf.value for leaf in others},
         value=value,
         records=places,

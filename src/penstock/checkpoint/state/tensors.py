@@ -28,6 +28,7 @@ from penstock.checkpoint.state.walk import (
     Leaf,
     NamePatterns,
     Owner,
+    is_optimizer_dict,
     is_stateful,
     matches_pattern,
     walk,
@@ -155,20 +156,6 @@ def owner_of(part: Any) -> Owner:
     if is_stateful(part):
         return Owner.STATEFUL
     return Owner.FIXED if is_optimizer_dict(part) else Owner.PLAIN
-
-
-def is_optimizer_dict(part: Any) -> bool:
-    """Return True for the dict of `get_optimizer_state_dict`, not for just any dict with its two keys."""
-    has_state = isinstance(part, Mapping) and isinstance(part.get("state"), Mapping)
-    groups = part.get("param_groups") if has_state else None
-    return isinstance(groups, list) and all(parameters_of(group) is not None for group in groups)
-
-
-def parameters_of(group: object) -> list[Any] | None:
-    """Return the numbers or names of the parameters in an optimizer's group; None unless these are a list."""
-    params = group.get("params") if isinstance(group, dict) else None
-    is_listed = isinstance(params, list) and all(isinstance(entry, int | str) for entry in params)
-    return params if is_listed else None
 
 
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:

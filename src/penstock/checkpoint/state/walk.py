@@ -221,6 +221,20 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
+def is_optimizer_dict(part: Any) -> bool:
+    """Return True for an optimizer's state dict, not for just any dict with its two keys."""
+    has_state = isinstance(part, Mapping) and isinstance(part.get("state"), Mapping)
+    groups = part.get("param_groups") if has_state else None
+    return isinstance(groups, list) and all(parameters_of(group) is not None for group in groups)
+
+
+def parameters_of(group: object) -> list[Any] | None:
+    """Return the numbers or names of the parameters in an optimizer's group; None unless these are a list."""
+    params = group.get("params") if isinstance(group, dict) else None
+    is_listed = isinstance(params, list) and all(isinstance(entry, int | str) for entry in params)
+    return params if is_listed else None
+
+
 def read_entries(fact: str) -> list[RankEntries]:
     """Return the structure that each rank had, from the fact `OWN_ENTRIES`; empty if they did not differ.
 

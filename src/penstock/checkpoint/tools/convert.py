@@ -55,7 +55,14 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
     element_type,
 )
-from penstock.checkpoint.state.walk import INTEGER, KEY_TYPES, OWN_ENTRIES, literal_key, matches_pattern
+from penstock.checkpoint.state.walk import (
+    INTEGER,
+    KEY_TYPES,
+    OWN_ENTRIES,
+    is_optimizer_dict,
+    literal_key,
+    matches_pattern,
+)
 from penstock.checkpoint.tools.tensor_slabs import Appender, Pieces, SlabReader
 from penstock.checkpoint.tools.verify import verify
 from penstock.cluster.comm import SoloComm
@@ -371,6 +378,8 @@ def write_dcp(
                 # Only of all entries can be told which rank had them.
                 kept = {KEY_TYPES} if len(names) < len(index.tensors) + len(index.objects) else _STRUCTURE
                 facts = {name: value for name, value in known.facts.items() if name in kept}
+            elif checkpoint.key_types is not None:
+                facts[KEY_TYPES] = json.dumps(checkpoint.key_types)
             facts["converted_from"] = checkpoint.uri
             manifest = build_manifest(written, [file], metadata, **described, facts=facts)
             return Seal(manifest=manifest_bytes(manifest), metadata=metadata, sizes={_FILE: file.size_bytes})
@@ -474,7 +483,9 @@ def _restore_keys(tree: Any, key_types: Mapping[str, str] | None, name: str = ""
             return {literal_key(key): value for key, value in inner.items()}
         if kind == "number" and all(INTEGER.fullmatch(key) for key in inner):
             return {int(key): value for key, value in inner.items()}
-    return inner
+    # The state of an optimizer without any, such as SGD, is an empty dict, which checkpoints lack.
+    with_state = {"state": {}, **inner}
+    return with_state if is_optimizer_dict(with_state) else inner
 
 
 class _Pickler(dcp_item.ArchivePickler):
