@@ -6,6 +6,7 @@ import enum
 import logging
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,33 @@ def test_what_is_nested_too_deeply_is_refused_by_the_save(tmp_path: Path) -> Non
     deep: tuple[Any, ...] = ()
     for _ in range(600):
         deep = (deep,)
-    with pytest.raises(UsageError, match=r"'q' cannot be saved, .*: it is nested too deeply") as caught:
+    with pytest.raises(UsageError, match=r"'q' cannot be saved.*: it is nested too deeply") as caught:
         pc.save({"q": deep}, tmp_path / "saved")
     assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "levels"),
+    [
+        (lambda inner: (inner,), 1),
+        (lambda inner: frozenset([inner]), 1),
+        (lambda inner: ({"key": inner},), 2),
+        (lambda inner: [(inner,)], 2),
+    ],
+)
+def test_whatever_is_saved_is_flat_enough_for_a_load(
+    tmp_path: Path, wrap: Callable[[Any], Any], levels: int
+) -> None:
+    value: Any = 1
+    for _ in range(200 // levels):
+        value = wrap(value)
+    pc.save({"q": {"x": value}}, tmp_path / "saved")
+    loaded: dict[str, Any] = {"q": {}}
+    pc.load(loaded, tmp_path / "saved")
+    assert loaded["q"]["x"] == value
+    with pytest.raises(UsageError, match=r"'q\.x' cannot be saved: it is nested more than 200 levels deep"):
+        pc.save({"q": {"x": wrap(value)}}, tmp_path / "other")
+    assert list(tmp_path.glob("*")) == [tmp_path / "saved"]
 
 
 def test_tensors_that_need_trust_inside_an_object_are_named(

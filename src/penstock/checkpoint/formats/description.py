@@ -58,7 +58,8 @@ from penstock.errors import (
 )
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.protocol import check_key
+from penstock.storage.files.local_files import count_values
+from penstock.storage.protocol import MOST_WHOLE, check_key
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -130,6 +131,10 @@ MANIFEST_VERSION: Final = 2
 OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
 """The beginning of every manifest; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
+_MOST_VALUES: Final = 1 << 24
+"""The most values in a manifest, about ten for each of more than a million parts."""
+_LARGEST_PICKLE: Final = 256 << 20
+"""The largest `.metadata` that is parsed: of a million parts, it has up to 190 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -226,6 +231,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         files.append({"name": file.name, "size_bytes": file.size_bytes, "items": items})
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
     rest = b'",' + text[1:].encode() + b"\n"
+    if len(rest) > MOST_WHOLE or count_values(rest) > _MOST_VALUES:
+        raise UsageError(
+            f"A checkpoint of {sum(map(len, manifest.files)):,} parts would be too large to describe",
+            fix="Save it as several checkpoints, or in fewer and larger parts.",
+        )
     return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
 
 
@@ -311,9 +321,8 @@ class _Document(_Strict):
     files: list[_File]
 
 
-def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manifest:
+def read_manifest(content: bytes | bytearray, where: str) -> Manifest:
     """Check a manifest's own checksum, then its content; raise `DataDamaged` for the first error."""
-    content = bytes(content)
     end = len(OPENING) + _HEX
     stated = content[len(OPENING) : end]
     if not content.startswith(OPENING) or stated != checksum_of(OPENING, content[end:]).hex().encode():
@@ -322,6 +331,8 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
             where=where,
             fix="Load an older checkpoint; stock torch may still load this one, unverified.",
         )
+    if count_values(content) > _MOST_VALUES:
+        raise DataDamaged(f"The manifest has more than {_MOST_VALUES:,} values", where=where)
     try:
         document = _Document.model_validate_json(content)
     except ValidationError as error:
@@ -700,6 +711,10 @@ def _are_same(one: CheckpointIndex, other: CheckpointIndex) -> bool:
 
 def read_metadata(content: bytes | bytearray | memoryview, where: str) -> CheckpointIndex:
     """Parse a `.metadata` that torch 2.x or Penstock wrote; `where` names it in errors."""
+    if len(content) > _LARGEST_PICKLE:
+        raise DataDamaged(
+            f"It has {len(content):,} bytes, more than the {_LARGEST_PICKLE:,} that are parsed", where=where
+        )
     with paused_garbage_collection():
         root = read_metadata_pickle(content, where)
         if getattr(root, "kind", None) != "Metadata":

@@ -264,9 +264,23 @@ def _require_tree(value: object) -> None:
     require(count(value) <= _MOST_REPEATED + 64 * num_parts, "its parts are repeated millions of times")
 
 
+MOST_LEVELS = 200
+"""A save refuses what is nested more deeply: a load takes up to three frames of the stack for each level."""
+
+
+def is_too_deep(value: object) -> bool:
+    """Return whether an archive's value has parts below `MOST_LEVELS` containers."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [part for each in level for part in parts_of(each)]
+    return bool(level)
+
+
 _MOST_ALIKE = 1000
-_MOST_SETS = 1 << 20
-"""An empty set takes over 200 bytes of memory, and one byte of a pickle."""
+_MOST_PARTS = 1 << 21
+"""The most containers and instances in an archive; each takes up to 200 bytes in a load."""
+_COSTS = {**dict.fromkeys("]}ldt\x85\x86\x87\x91oi\x81\x92R", 1), "\x8f": 2}
+"""The weight of each operation that makes a container or an instance. Empty sets take over 200 bytes."""
 
 UNREADABLE = (
     pickle.UnpicklingError,
@@ -305,15 +319,16 @@ class _Unpickler(pickle.Unpickler):
         try:
             # The unpickler's table of parts has a place for every number up to the largest one.
             number: Any
-            num_sets = 0
+            num_parts = 0
+            most_parts = _MOST_PARTS if self._is_archive else min((1 << 20) + len(self._frame) // 4, 1 << 25)
             for operation, number, _ in pickletools.genops(self._frame):
                 if operation.code in "pr":
                     require(0 <= number <= len(self._frame), "it numbers more parts than it can have")
                 elif type(number) is int and hash(number) != number:
                     self._count_alike(number)
-                elif operation.name == "EMPTY_SET":
-                    num_sets += 1
-                    require(num_sets <= _MOST_SETS, "it has too many sets")
+                elif cost := _COSTS.get(operation.code):
+                    num_parts += cost
+                    require(num_parts <= most_parts, "it has too many parts")
             value = self.load()
             if self._is_archive:
                 _require_tree(value)

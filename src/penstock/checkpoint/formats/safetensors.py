@@ -6,7 +6,6 @@ length that dtype and shape need, and do not overlap; an index must agree with i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,9 +19,11 @@ from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     StoredRegions,
     TensorFacts,
+    require,
     whole_regions,
 )
 from penstock.errors import DataDamaged, Unavailable
+from penstock.storage.files.local_files import count_values, parse_json
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.torch_save import ReadRange
@@ -32,8 +33,8 @@ LARGEST_HEADER: Final = 100_000_000
 INDEX_NAME: Final = "model.safetensors.index.json"
 _METADATA_KEY: Final = "__metadata__"
 
-_MOST_COMMAS: Final = 1 << 21
-"""A header has at most this many commas, about six per tensor, so that its values fit into memory."""
+_MOST_VALUES: Final = 1 << 22
+"""A header or an index has at most this many values, about ten per tensor, so that they fit into memory."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -59,8 +60,8 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
     if header_bytes > min(LARGEST_HEADER, size_bytes - 8):
         raise _damaged(f"its header would have {header_bytes} bytes", where)
     content = bytes(read(8, header_bytes))
-    if content.count(b",") > _MOST_COMMAS:
-        raise _damaged(f"its header has more than {_MOST_COMMAS} values", where)
+    if count_values(content) > _MOST_VALUES:
+        raise _damaged(f"its header has more than {_MOST_VALUES} values", where)
     try:
         header = from_json(content)
     except ValueError as error:
@@ -146,8 +147,9 @@ def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str)
 def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
     """Return the file of each tensor, by name, from a Hugging Face index."""
     try:
-        document: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        require(count_values(content) <= _MOST_VALUES, f"it has more than {_MOST_VALUES} values")
+        document: Any = parse_json(content)
+    except ValueError as error:
         raise DataDamaged(f"This index cannot be parsed: {error}", where=where, fix=_FETCH) from error
     file_of = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(file_of, dict):

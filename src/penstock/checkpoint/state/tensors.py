@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.dcp_item import object_bytes, open_item, read_data
+from penstock.checkpoint.formats.restricted_pickle import MOST_LEVELS, is_too_deep
 from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
@@ -467,6 +468,11 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
             raise UnpicklableValue(
                 f"{name!r} cannot be saved, because no load could read it: {error.what}",
             ) from error
+        if is_too_deep(archive.value):
+            raise UnpicklableValue(
+                f"{name!r} cannot be saved: it is nested more than {MOST_LEVELS} levels deep",
+                fix="Save it in a flatter form: a load might need more than Python's stack.",
+            )
         if is_plain(archive.value):
             continue
         try:

@@ -28,7 +28,7 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
 )
-from penstock.errors import DataDamaged, Unavailable
+from penstock.errors import DataDamaged, Unavailable, UsageError
 
 METADATA = b"the metadata"
 
@@ -148,6 +148,16 @@ def resummed(text: bytes) -> bytes:
     """A manifest that somebody changed, with a sum that is right."""
     head, rest = text[:44], text[76:]
     return head + checksum_of(head, rest).hex().encode() + rest
+
+
+def test_a_manifest_of_millions_of_values_is_neither_read_nor_written() -> None:
+    whole = manifest_bytes(some_manifest())
+    for many in (b"0," * (1 << 24), b"[]," * (1 << 23)):
+        with pytest.raises(DataDamaged, match="more than 16,777,216 values"):
+            read_manifest(resummed(whole.replace(b'"path":[', b'"path":[' + many)), "here")
+    facts = {"many": "," * (1 << 24)}
+    with pytest.raises(UsageError, match="too large to describe"):
+        manifest_bytes(replace(some_manifest(), facts=facts))
 
 
 def test_a_newer_version_is_unavailable_not_damaged() -> None:

@@ -257,5 +257,15 @@ def test_a_million_of_sets_in_a_megabyte_are_refused() -> None:
 
     for read in (read_torch_pickle, read_metadata_pickle):
         assert read(b"\x80\x04](" + b"\x8f" * 1000 + b"e.", "here") == [set()] * 1000
-        with pytest.raises(DataDamaged, match="it has too many sets"):
+        with pytest.raises(DataDamaged, match="it has too many parts"):
             read(b"\x80\x04](" + b"\x8f" * ((1 << 20) + 1) + b"e.", "here")
+
+
+@pytest.mark.parametrize("part", [b"]", b"}", b"K\x01\x85", b"(t", b"(l"])
+def test_pickles_of_millions_of_small_parts_are_refused(part: bytes) -> None:
+    from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle, read_torch_pickle
+
+    for read, number in ((read_metadata_pickle, 5 << 20), (read_torch_pickle, (1 << 21) + 1)):
+        assert len(read(b"\x80\x04](" + part * 1000 + b"e.", "here")) == 1000
+        with pytest.raises(DataDamaged, match="it has too many parts"):
+            read(b"\x80\x04](" + part * number + b"e.", "here")
