@@ -5,6 +5,7 @@ GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because it may 
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Final
 
@@ -165,6 +166,17 @@ def _format_subminute(elapsed_s: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format whole numbers as ranges: `0-3, 7`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 def format_number(value: float | None, style: str) -> str:

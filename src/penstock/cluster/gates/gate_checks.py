@@ -17,7 +17,7 @@ from penstock.cluster.gates.gate_model import (
     RankReport,
     Volume,
 )
-from penstock.units import format_bytes, format_count, format_seconds
+from penstock.units import format_bytes, format_count, format_ranges, format_seconds
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -239,12 +239,6 @@ def check_storage(
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks for people: `ranks 0-3, 7`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"rank{'' if is_one else 's'} {', '.join(parts)}"
+    text = format_ranges(ranks)
+    # Only a single rank has neither a comma nor a dash.
+    return f"rank{'' if text.isdecimal() else 's'} {text}"

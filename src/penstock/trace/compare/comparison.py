@@ -15,7 +15,7 @@ from penstock.trace.compare.trace_study import (
     PROCESS,
     Study,
     TraceFinding,
-    format_ranges,
+    format_values,
     longest_process_sql,
     of_processes,
     pivot,
@@ -331,7 +331,7 @@ def find_mismatches(study: Study) -> Answer:
                 continue
             # Jobs run on other machines each time, so only the number of hosts matters.
             if values != base and (what != "hosts" or len(values) != len(base)):
-                lacks, has_more = format_ranges(base - values), format_ranges(values - base)
+                lacks, has_more = format_values(base - values), format_values(values - base)
                 rows.append((what, run, len(values), len(base), lacks, has_more))
     for run in study.runs:
         damaged = [account for account in study.accounts.get(run, ()) if not account.is_whole]

@@ -20,7 +20,7 @@ from penstock.trace.compare.trace_study import (
     Study,
     TraceFinding,
     Weight,
-    format_ranges,
+    format_values,
     longest_process_sql,
 )
 from penstock.trace.dimensions import (
@@ -82,8 +82,8 @@ def missing_ranks(study: Study) -> list[TraceFinding]:
             continue
         says = [
             (
-                f"{run} has traces of {len(here)} ranks ({format_ranges(here)}), {fullest} of "
-                f"{len(ranks_of[fullest])}: ranks {format_ranges(missing)} are missing "
+                f"{run} has traces of {len(here)} ranks ({format_values(here)}), {fullest} of "
+                f"{len(ranks_of[fullest])}: ranks {format_values(missing)} are missing "
                 f"({', '.join(map(str, sorted(missing)))})."
             ),
             "The totals of this run are smaller for that reason alone; compare it by rank and by file.",
@@ -108,7 +108,7 @@ def missing_ranks(study: Study) -> list[TraceFinding]:
         )  # fmt: skip
         title = f"Writes of {run} and {fullest}, by the ranks that wrote"
         evidence = Answer(name=f"f1_{run}", title=title, columns=columns, rows=rows)
-        title = f"{run}: traces of ranks {format_ranges(missing)} are missing"
+        title = f"{run}: traces of ranks {format_values(missing)} are missing"
         findings.append(TraceFinding("F1", Weight.ALARM, title, [run], says, evidence))
     return findings
 
@@ -221,7 +221,7 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
         numbers = [row["rank"] for row in late if row["rank"] is not None]
         # Numbers of processes are in no meaningful order.
         pids = [str(row["pid"]) for row in late]
-        names = f"rank {format_ranges(numbers)}" if numbers else f"process {format_ranges(pids)}"
+        names = f"rank {format_values(numbers)}" if numbers else f"process {format_values(pids)}"
         name = f"process {worst['pid']}" if worst["rank"] is None else f"rank {worst['rank']}"
         rate = format_rate(worst["busy_rate"])
         if are_stragglers:

@@ -41,7 +41,7 @@ from penstock.trace.dimensions import (
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, document
 from penstock.trace.trace_set import RELATION, open_trace_set, read_facts
-from penstock.units import parse_rate
+from penstock.units import format_ranges, parse_rate
 from penstock.workload.strict_yaml import parse_yaml
 
 PROCESS = "host, pid"
@@ -276,20 +276,12 @@ class TraceFinding:
         return {**shown, **lists, "weight": self.weight.value, "evidence": document(self.evidence)}
 
 
-def format_ranges(values: Iterable[Any]) -> str:
+def format_values(values: Iterable[Any]) -> str:
     """Format numbers as ranges (`8-15`), and names as a short list."""
     values = sorted(values)
-    if not values:
-        return ""
-    if not all(isinstance(value, int) for value in values):
-        return name_some(values, 2)
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and value == parts[-1][1] + 1:
-            parts[-1][1] = value
-        else:
-            parts.append([value, value])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+    if all(isinstance(value, int) for value in values):
+        return format_ranges(values)
+    return name_some(values, 2)
 
 
 _NAMED: Final = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)

@@ -8,7 +8,7 @@ from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.comparison import compare_runs, find_mismatches
 from penstock.trace.compare.findings import rank_findings
-from penstock.trace.compare.trace_study import TraceFinding, Weight, format_ranges
+from penstock.trace.compare.trace_study import TraceFinding, Weight, format_values
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer
 
@@ -19,9 +19,9 @@ def write(run: str, rank: int, **more: Any) -> dict[str, Any]:
 
 
 def test_numbers_are_spans_and_names_a_short_list() -> None:
-    assert format_ranges([8, 9, 10, 3, 1]) == "1, 3, 8-10"
-    assert format_ranges([]) == ""
-    assert format_ranges(["b", "a", "c", "d"]) == "a, b and 2 more"
+    assert format_values([8, 9, 10, 3, 1]) == "1, 3, 8-10"
+    assert format_values([]) == ""
+    assert format_values(["b", "a", "c", "d"]) == "a, b and 2 more"
 
 
 def test_equal_runs_have_no_mismatch_and_a_note() -> None:
