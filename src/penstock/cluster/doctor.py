@@ -3,7 +3,6 @@
 A check never raises an error: it reports whatever it cannot determine.
 """
 
-import ctypes
 import os
 import resource
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
+from penstock.cluster.facts.read_host import clock_is_synchronised, find_mount
 from penstock.environment import Environment
 from penstock.optional_libraries import EXTRAS, install_command
 from penstock.results.provenance import package_versions
@@ -155,11 +155,8 @@ def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
 
 
 def _files(folder: Path) -> Iterator[Diagnosis]:
-    import psutil  # noqa: PLC0415 - slow to import
-
-    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    kind = f"{mount.fstype} on {mount.device} at {mount.mountpoint}" if mount else "unknown"
+    mount = find_mount(folder)
+    kind = f"{mount.kind} on {mount.device} at {mount.folder}" if mount else "unknown"
     usage = shutil.disk_usage(folder)
     yield _check(
         "files",
@@ -247,16 +244,3 @@ def _clock() -> Iterator[Diagnosis]:
         good=is_synchronised,
         otherwise="Durations are not affected; start chrony to compare times between hosts.",
     )
-
-
-class _Timex(ctypes.Structure):
-    """A structure of the size of the kernel's `struct timex`. Only the call's return value is used."""
-
-    _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
-
-
-def clock_is_synchronised() -> bool:
-    """Return True if the kernel considers this machine's wall clock synchronized."""
-    unsynchronised = 5  # TIME_ERROR of adjtimex(2)
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
-    return bool(0 <= state < unsynchronised)

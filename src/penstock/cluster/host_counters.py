@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from penstock.cluster.facts.read_host import parse_mounts
+from penstock.cluster.facts.read_host import find_mount
+from penstock.results.provenance import read_meminfo
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsEndpoints, find_local_root, unwrap
 from penstock.storage.volumes import nearest_folder
@@ -93,8 +94,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
     tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
     ticks = _text(root / "proc/stat").partition("\n")[0].split()[1:]
     values = {f"cpu.{name}_ms": int(count) * tick_ms for name, count in zip(_CPU, ticks, strict=False)}
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, size = line.partition(":")
+    for name, size in read_meminfo(root / "proc").items():
         if name in _MEMORY:
             values[f"memory.{_MEMORY[name]}_bytes"] = int(size.split()[0]) * 1024
     # Drives, partitions and devices built on them. Those that were never used are left out.
@@ -236,10 +236,8 @@ def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCov
         if not name:
             return CounterCoverage(watched="nothing", reason=f"device {':'.join(numbers)} has no counters")
         return CounterCoverage(watched="device", device=name)
-    # Mounts are sorted by folder, so the last one that holds this folder is the innermost.
-    mounts = parse_mounts(_text(proc / "mounts"), left_out=())
-    kinds = [mount.kind for mount in mounts if folder.is_relative_to(mount.folder)]
-    kind = kinds[-1] if kinds else "an unknown file system"
+    mount = find_mount(folder, proc)
+    kind = mount.kind if mount else "an unknown file system"
     if kind in _NETWORK:
         return CounterCoverage(watched="client")
     if kind in _POOLS:

@@ -43,12 +43,11 @@ from penstock.bench.probe.timed_streams import (
 )
 from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import Comm
-from penstock.cluster.facts.read_host import parse_mounts
+from penstock.cluster.facts.read_host import find_mount
 from penstock.environment import Environment
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.results import published_files
-from penstock.results.provenance import PROC
 from penstock.results.run_folder import MEASURED_FILES
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
@@ -269,13 +268,9 @@ def _describe_place(folder: Path | None) -> dict[str, str]:
         "penstock_version": __version__,
         "kernel": f"{facts.system} {facts.release}",
     }
-    if folder is not None:
-        mounts = parse_mounts((PROC / "mounts").read_text(encoding="utf-8"), left_out=())
-        # The innermost mount comes last, because a folder follows those above it.
-        for mount in mounts:
-            if folder.is_relative_to(mount.folder):
-                options = ",".join(mount.options)
-                place |= {"device": mount.device, "file_system": mount.kind, "mount_options": options}
+    if folder is not None and (mount := find_mount(folder)) is not None:
+        options = ",".join(mount.options)
+        place |= {"device": mount.device, "file_system": mount.kind, "mount_options": options}
     return place
 
 

@@ -6,6 +6,7 @@ unreadable file does not affect other facts. Only listed settings and variables 
 value whose name or form suggests a secret.
 """
 
+import ctypes
 import platform
 import re
 import resource
@@ -19,7 +20,6 @@ from socket import gethostname
 from typing import Final, Literal, TypeVar
 
 from penstock import __version__
-from penstock.cluster.doctor import clock_is_synchronised
 from penstock.cluster.facts.host_facts import (
     Clock,
     Cpu,
@@ -32,6 +32,7 @@ from penstock.cluster.facts.host_facts import (
 )
 from penstock.environment import Environment, process_environment, user_settings
 from penstock.results.provenance import (
+    PROC,
     memory_bytes,
     package_versions,
     parse_pairs,
@@ -205,6 +206,14 @@ def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iter
     yield from sorted(by_folder.values(), key=lambda mount: mount.folder)
 
 
+def find_mount(folder: Path, proc: Path = PROC) -> Mount | None:
+    """Return the innermost file system that holds a folder; None if it is unknown."""
+    text = (proc / "mounts").read_text(encoding="utf-8", errors="replace")
+    # Mounts are sorted by folder, and a folder follows those above it.
+    mounts = [mount for mount in parse_mounts(text, left_out=()) if folder.is_relative_to(mount.folder)]
+    return mounts[-1] if mounts else None
+
+
 def parse_system(os_release: str) -> str:
     """Return the name of the distribution in `/etc/os-release`."""
     pairs = (line.partition("=") for line in os_release.splitlines())
@@ -274,6 +283,19 @@ def _limits(shared_memory: Path) -> dict[str, str]:
     """Return the limits of a process started by a launcher, which are often lower than in a login shell."""
     limits = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
     return {**limits, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
+
+
+class _Timex(ctypes.Structure):
+    """A structure of the size of the kernel's `struct timex`. Only the call's return value is used."""
+
+    _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
+
+
+def clock_is_synchronised() -> bool:
+    """Return True if the kernel considers this machine's wall clock synchronized."""
+    unsynchronised = 5  # TIME_ERROR of adjtimex(2)
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
+    return bool(0 <= state < unsynchronised)
 
 
 def _text(path: Path) -> str:
