@@ -293,7 +293,7 @@ UNREADABLE = (
     OverflowError,
     RuntimeError,
 )
-"""The errors that a malformed pickle may raise in its reader."""
+"""The errors that a malformed pickle may raise in its reader, and objects of any class in a pickler."""
 
 
 class _Unpickler(pickle.Unpickler):

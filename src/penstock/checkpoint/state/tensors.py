@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.dcp_item import object_bytes, open_item, read_data
-from penstock.checkpoint.formats.restricted_pickle import MOST_LEVELS, is_too_deep
+from penstock.checkpoint.formats.restricted_pickle import MOST_LEVELS, UNREADABLE, is_too_deep
 from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
@@ -420,10 +420,7 @@ def _pack_leaf(leaf: Leaf) -> bytes:
         if type(leaf.value) in _SCALARS and len(text := repr(leaf.value)) < 100:
             return _pack_plain(leaf.value, text)
         return object_bytes(leaf.value)
-    except (
-        *(pickle.PicklingError, AttributeError, TypeError, ValueError),
-        *(LookupError, RuntimeError, ImportError, OSError),
-    ) as error:
+    except (pickle.PickleError, OSError, *UNREADABLE) as error:
         raise UnpicklableValue(
             f"{leaf.name!r} cannot be saved: its {type(leaf.value).__name__} cannot be pickled ({error})",
             fix="Keep it out of the state, or save what it is made of instead.",

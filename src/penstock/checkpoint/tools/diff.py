@@ -84,7 +84,7 @@ def compare(
     names = [name for name in dict.fromkeys((*numbers[0], *numbers[1])) if matches_pattern(name, chosen)]
     sizes = {facts.name: facts.size_bytes for facts in pair[0].index.tensors}
     progress.begin("bytes", sum(sizes.get(name, 0) for name in names))
-    parts, read_bytes, memory = [], 0, None
+    parts, read_bytes, memory = [], 0, WarmMemory(2 * SLAB_BYTES)
     with closing(SlabReader(pair[0])) as one, closing(SlabReader(pair[1])) as other:
         for name in names:
             place = numbers[0].get(name), numbers[1].get(name)
@@ -103,7 +103,6 @@ def compare(
                 # An item is an envelope and elements: equal region and checksum mean equal elements.
                 parts.append(part(outcome=Outcome.SAME))
             else:
-                memory = memory or WarmMemory(2 * SLAB_BYTES)
                 facts = pair[0].index.tensors[place[0]]
                 count, largest = _read_both(facts, (one, place[0]), (other, place[1]), memory.view)
                 read_bytes += facts.size_bytes

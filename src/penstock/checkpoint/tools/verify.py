@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from operator import attrgetter
-from queue import SimpleQueue
+from itertools import groupby, pairwise
+from operator import attrgetter, itemgetter
 from typing import Final, TypeVar
 
 import numpy as np
@@ -58,10 +57,9 @@ from penstock.checkpoint.formats.torch_save import (
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some, proves_damage
 from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.aligned import PAGE_BYTES, BufferPool, round_up
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import MOST_WHOLE, Source, read_object
-from penstock.transfer.buffers import WarmMemory
 from penstock.units import format_bytes
 
 Check = Callable[[Iterator[memoryview]], str | None]
@@ -129,13 +127,18 @@ Stretch = tuple[str, int, int, Callable[[Source], Iterable[Segment]]]
 
 def cut_into_stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
     """Cut segments into runs of about `STRETCH_BYTES`, for several threads."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        if not runs or segment[0] - runs[-1][0][0] >= STRETCH_BYTES:
-            runs.append([])
-        runs[-1].append(segment)
-    for run in runs:
+    for run in _cut_into_runs(segments, itemgetter(0)):
         yield file, run[0][0], run[-1][1] - run[0][0], partial(_given, run)
+
+
+def _cut_into_runs(parts: Iterable[Given], begin_of: Callable[[Given], int]) -> list[list[Given]]:
+    """Cut parts of a file, in the order of their bytes, into runs of about `STRETCH_BYTES`."""
+    runs: list[list[Given]] = []
+    for part in parts:
+        if not runs or begin_of(part) - begin_of(runs[-1][0]) >= STRETCH_BYTES:
+            runs.append([])
+        runs[-1].append(part)
+    return runs
 
 
 def _given(value: Given, _: object) -> Given:
@@ -156,14 +159,11 @@ def scan(
     streams = min(streams, len(work))
     largest = max(size_bytes for _, _, size_bytes, _ in work)
     block_bytes = min(BLOCK_BYTES, round_up(largest, PAGE_BYTES) + PAGE_BYTES)
-    memory = WarmMemory(streams * block_bytes)
-    free: SimpleQueue[memoryview] = SimpleQueue()
-    for start in range(0, streams * block_bytes, block_bytes):
-        free.put(memory.view[start : start + block_bytes])
+    buffers = BufferPool(block_bytes, streams)
 
     def check(stretch: Stretch) -> list[Damage]:
         file, begin, size_bytes, segments = stretch
-        buffer = free.get()
+        buffer = buffers.take()
         try:
             with closing(storage.open(key_of(file))) as source:
                 return list(_check_segments(file, segments(source), source, buffer, progress))
@@ -173,7 +173,7 @@ def scan(
             end = begin + size_bytes
             return [Damage(file=file, begin=begin, end=end, item="", what=what, is_unread=is_unread)]
         finally:
-            free.put(buffer)
+            buffers.give_back(buffer)
 
     with ThreadPoolExecutor(streams, thread_name_prefix="penstock-scan") as threads:
         return sorted(damage for damages in threads.map(check, work) for damage in damages)
@@ -410,23 +410,19 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         return result(checked_bytes=0, damage=(), notes=(note,))
     bare: list[int] = []
     """The sizes of records without a checksum, filled by the threads that read archives."""
+    known: list[_Item] = []
     unknown: list[_Item] = []
-    runs: list[list[_Item]] = []
-    """Consecutive archives in one file, for one thread."""
     for item in items:
-        file, begin, *_, transforms = item
         try:
-            require_known_transforms(transforms)
+            require_known_transforms(item[-1])
+            known.append(item)
         except UsageError:
             unknown.append(item)
-            continue
-        if not runs or runs[-1][0][0] != file or begin - runs[-1][0][1] >= STRETCH_BYTES:
-            runs.append([])
-        runs[-1].append(item)
     work: list[Stretch] = []
-    for run in runs:
-        (file, begin, *_), (_, last_begin, last_bytes, *_) = run[0], run[-1]
-        work.append((file, begin, last_begin + last_bytes - begin, partial(_records_of, run, bare)))
+    for file, of_file in groupby(known, itemgetter(0)):
+        for run in _cut_into_runs(of_file, itemgetter(1)):
+            (_, begin, *_), (_, last_begin, last_bytes, *_) = run[0], run[-1]
+            work.append((file, begin, last_begin + last_bytes - begin, partial(_records_of, run, bare)))
     progress.begin("bytes", sum(size_bytes for _, _, size_bytes, _ in work))
     counted = _Counted(progress)
     damages = scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
