@@ -38,7 +38,12 @@ def publishing_table(
 ) -> Iterator[pq.ParquetWriter]:
     """Open a table that becomes `folder/name` when the block ends; if the block fails, nothing remains."""
     schema = pa.schema(list(columns.items()), metadata={_METADATA: json.dumps(header).encode()})
-    with publishing(folder, name) as file, pq.ParquetWriter(file, schema, compression="zstd") as table:
+    with (
+        translate_os_errors("Writing", str(folder / name)),
+        publishing(folder / name) as (draft, _),
+        draft.open("xb") as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as table,
+    ):
         yield table
 
 

@@ -1,17 +1,22 @@
-"""Write the files of a run's folder atomically: a reader never sees half a file, even after a crash.
+"""Write files atomically, those of a run's folder and others: a reader never sees half a file.
 
 The commit protocol (temporary file, fsync, rename) is the file storage's.
 """
 
+import glob
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from penstock.storage.files import local_files, system_calls
+from penstock.errors import UsageError
 from penstock.storage.files.file_storage import open_local
+from penstock.storage.files.local_files import OF_SHELL, replace_durably
+from penstock.storage.process_id import pid_exists
 from penstock.storage.protocol import write_object
 
 
@@ -34,12 +39,21 @@ def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def publishing(folder: Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a file that becomes `folder/name` when the block ends; if the block fails, nothing remains."""
-    target, draft = folder / name, folder / f".{name}.{os.getpid()}"
-    with system_calls.translate_os_errors("Writing", str(target)), ExitStack() as undo:
-        folder.mkdir(parents=True, exist_ok=True)
-        undo.callback(draft.unlink, missing_ok=True)
-        with local_files.open_draft(draft) as file:
-            yield file
-        local_files.replace_durably(draft, target)
+def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a file that becomes `target` when the block ends, and the folder of that file to work in.
+
+    If the block fails, nothing remains; what a killed process has left goes when `target` is written again.
+    """
+    # Of a device or a pipe, only its name would be replaced.
+    if str(target).startswith(OF_SHELL) or (target.exists() and not target.is_file()):
+        raise UsageError("The output must be a file", where=str(target), fix="Name a file.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        owner = leftover.name.removeprefix(f".{target.name}.").partition(".")[0]
+        if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    prefix = f".{target.name}.{os.getpid()}."
+    with TemporaryDirectory(prefix=prefix, dir=target.parent.absolute()) as folder:
+        draft = Path(folder) / "draft"
+        yield draft, Path(folder)
+        replace_durably(draft, target)

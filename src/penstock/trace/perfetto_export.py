@@ -12,9 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.results.published_files import publishing
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.trace.reading.trace_files import EXPORT_HEAD
-from penstock.trace.trace_set import publishing
 
 if TYPE_CHECKING:
     from penstock.progress import Progress

@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import resource
-import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager
@@ -45,9 +44,9 @@ from penstock.environment import find_other_writer
 from penstock.errors import DataDamaged, UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.storage.files.local_files import OF_SHELL, parse_json, replace_durably
+from penstock.results.published_files import publishing
+from penstock.storage.files.local_files import parse_json
 from penstock.storage.files.system_calls import map_os_error, translate_os_errors
-from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import (
     BATCH_SCHEMA,
@@ -456,24 +455,6 @@ def _explained(place: str) -> Iterator[None]:
         number = next((number for number in errno.errorcode if os.strerror(number) in text), 0)
         refused = OSError(number, os.strerror(number) if number else text)
         raise map_os_error(refused, "Reading or writing events", place) from error
-
-
-@contextmanager
-def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a file that becomes `target` when the block ends, and a folder next to it to work in."""
-    # Of a device or a pipe, only its name would be replaced.
-    if str(target).startswith(OF_SHELL) or (target.exists() and not target.is_file()):
-        raise UsageError("The output must be a file", where=str(target), fix="Name a file.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A conversion into the same table that was killed has left its folder.
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
-        owner = leftover.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    with TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent.absolute()) as folder:
-        draft = Path(folder) / "table"
-        yield draft, Path(folder)
-        replace_durably(draft, target)
 
 
 LOCAL: Final = "local"

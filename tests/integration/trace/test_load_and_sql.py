@@ -17,6 +17,7 @@ from tests.support.trace_files import START_US, Writing, make_events, write_trac
 from penstock.cli import main
 from penstock.errors import OutOfSpace, PenstockError, UsageError
 from penstock.progress import Progress
+from penstock.results.published_files import publishing
 from penstock.trace import load
 from penstock.trace.event_schema import SCHEMA
 from penstock.trace.questions.sql import answer_query, check_query
@@ -26,7 +27,6 @@ from penstock.trace.trace_set import (
     convert,
     name_trace_files,
     open_trace_set,
-    publishing,
     read_events,
     read_facts,
 )

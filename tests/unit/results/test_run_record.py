@@ -404,17 +404,15 @@ def test_a_run_is_named_by_folder_name_or_part(tmp_path: Path) -> None:
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     def broken() -> None:
-        with publishing(tmp_path, "table") as file:
-            file.write(b"half")
+        with publishing(tmp_path / "table") as (draft, _):
+            draft.write_bytes(b"half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         broken()
     assert list(tmp_path.iterdir()) == []
-    with publishing(tmp_path, "table") as file:
-        assert file.writable()
-        assert file.write(b"") == 0
-        assert file.write(b"whole") == 5
+    with publishing(tmp_path / "table") as (draft, _):
+        draft.write_bytes(b"whole")
     assert (tmp_path / "table").read_bytes() == b"whole"
 
 

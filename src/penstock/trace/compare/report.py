@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from penstock.reports.page import is_page, render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Section, Series, Table, Tone
 from penstock.results.published_files import publishing, write_text
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, count_left_out, heading
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -70,8 +71,8 @@ def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
     paths = [folder / name for name in REPORT_FILES]
     write_text(folder, paths[0].name, render_report(comparison_page(comparison)))
     write_text(folder, paths[1].name, render_markdown(comparison))
-    with publishing(folder, paths[2].name) as file:
-        pq.write_table(tabulate_cells(comparison), file)
+    with translate_os_errors("Writing", str(paths[2])), publishing(paths[2]) as (draft, _):
+        pq.write_table(tabulate_cells(comparison), draft)
     return paths
 
 
