@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from penstock.cluster import host_counters
-from penstock.cluster.comm import Comm, held_on_rank0
+from penstock.cluster.comm import Comm, format_cause, held_on_rank0
 from penstock.cluster.gates.preflight import PreflightResult
 from penstock.cluster.host_counters import CounterCoverage, find_coverage
 from penstock.environment import Environment
@@ -306,7 +306,7 @@ class DeviceObserver:
             try:
                 self._begin(run_folder, storage, root)
             except (OSError, ValueError, LookupError) as error:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = format_cause(error)
 
     def _begin(self, run_folder: Path, storage: Storage, root: Path) -> None:
         self._coverage = find_coverage(storage, proc=root / "proc")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from penstock.cluster.comm import format_cause
 from penstock.cluster.facts.read_host import find_mount
 from penstock.results.provenance import read_meminfo
 from penstock.storage import Storage
@@ -164,7 +165,7 @@ class CounterSampler:
                 sample = self._read()
                 self._write(sample)
             except (OSError, ValueError, LookupError) as error:
-                self.failure = f"{type(error).__name__}: {error}"
+                self.failure = format_cause(error)
                 logger.warning("Host counters are no longer sampled: %s", self.failure)
                 return None
         return sample

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Self
 
 from penstock import __version__
+from penstock.cluster.comm import format_cause
 from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import Progress, RunName
 from penstock.results import provenance, published_files, run_folder, run_record, run_status
@@ -76,15 +77,15 @@ class ActiveRun:
                 process=provenance.identify_this_process(),
                 hosts=tuple(request.hosts),
                 seeds=request.seeds,
-                remarks=tuple(request.remarks),
-                workload=write_workload(request.workload, only_set=True),
-                plan=request.plan,
+                remarks=tuple(provenance.redact_uris(request.remarks)),
+                workload=provenance.redact_uris(write_workload(request.workload, only_set=True)),
+                plan=provenance.redact_uris(request.plan),
                 preflight=request.preflight,
             )
             self._write()
         except StorageError as error:
             if run_id:
-                history.end(run_id, "failed", f"{type(error).__name__}: {error}")
+                history.end(run_id, "failed", str(error))
             raise
 
     @classmethod
@@ -150,7 +151,7 @@ class ActiveRun:
         values = self.record.workload if workload is None else write_workload(workload, only_set=True)
         self.record = replace(
             self.record,
-            workload=values,
+            workload=provenance.redact_uris(values),
             train=_without_rank_times(train),
             evaluation=_without_rank_times(evaluation),
             deliveries=tuple(deliveries),
@@ -167,14 +168,14 @@ class ActiveRun:
             why = str(error) or "Stopped by its user, or because another rank failed."
             self._exit_code = 130
             self._end(run_record.RunOutcome.INTERRUPTED, why)
-        elif kind is not None:
+        elif error is not None:
             self._exit_code = error.exit_code if isinstance(error, PenstockError) else 70
-            self._end(run_record.RunOutcome.FAILED, f"{kind.__name__}: {error}")
+            self._end(run_record.RunOutcome.FAILED, format_cause(error))
         else:
             self._end(run_record.RunOutcome.FAILED, "It ended without figures.")
 
     def _end(self, outcome: run_record.RunOutcome, why: str) -> None:
-        ended_at = datetime.now(UTC).isoformat(timespec="microseconds")
+        ended_at, why = datetime.now(UTC).isoformat(timespec="microseconds"), provenance.redact_uris(why)
         self.record = replace(self.record, outcome=outcome, why=why, ended_at=ended_at)
         self._write()
         if self._run_id:

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.environment import Environment, user_settings
 from penstock.storage.process_id import ProcessId, current_process
@@ -86,6 +86,7 @@ _SECRET_NAME: Final = re.compile(
     r"(?i)secret|token(?!s)|pass|credential|key|auth|signature|\bsig\b|cookie|cert"
 )
 _USER_INFO: Final = re.compile(r"://[^/@\s]+@")
+_URI: Final = re.compile(r"\w+://[^\s()'\"]+")
 _HIDDEN: Final = "***"
 _GIT_TIMEOUT_S: Final = 5.0
 _HARMLESS_SETTING: Final = re.compile(
@@ -199,6 +200,15 @@ def redact_word(word: str) -> str:
     if "://" not in address or not question:
         return open_word
     return f"{address}?{'&'.join(map(redact_word, query.split('&')))}"
+
+
+def redact_uris(value: Any) -> Any:
+    """Replace the secrets in all URIs of a text, or of all texts in lists and mappings."""
+    if isinstance(value, str):
+        return _URI.sub(lambda uri: redact_word(uri[0]), value)
+    if isinstance(value, Mapping):
+        return {key: redact_uris(one) for key, one in value.items()}
+    return [redact_uris(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _git(folder: Path, *words: str) -> str | None:

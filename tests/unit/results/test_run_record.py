@@ -17,7 +17,7 @@ from tests.support.run_events import even_run
 from penstock.errors import StorageError, UsageError
 from penstock.results import run_folder
 from penstock.results.active_run import ActiveRun
-from penstock.results.history import find_run_folder
+from penstock.results.history import HistoryFile, find_run_folder
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.provenance import (
     GitState,
@@ -32,6 +32,7 @@ from penstock.results.provenance import (
     unique_hosts,
 )
 from penstock.results.published_files import publishing, write_json
+from penstock.results.run_folder import run_folders
 from penstock.results.run_record import (
     LONGEST_SILENCE_S,
     RunOutcome,
@@ -42,7 +43,9 @@ from penstock.results.run_record import (
     read_record,
     read_recorded_workload,
 )
+from penstock.results.run_status import Meter
 from penstock.workload.load_workload import load
+from penstock.workload.settings import parse_settings
 from penstock.workload.spec import Workload, write_workload
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "results" / "run.json"
@@ -163,8 +166,9 @@ def test_a_run_is_recorded_before_it_starts_and_closed_with_its_figures(tmp_path
         (
             StorageError("The disk is gone", uri="/x"),
             RunOutcome.FAILED,
-            "StorageError: The disk is gone (/x)",
+            "The disk is gone (/x)",
         ),
+        (KeyError("disk"), RunOutcome.FAILED, "KeyError: 'disk'"),
     ],
 )
 def test_a_run_that_does_not_finish_says_why(
@@ -329,6 +333,33 @@ def test_the_users_settings_are_recorded_without_secrets(tmp_path: Path) -> None
     settings = {"AWS_ENDPOINT_URL": "https://***@host:9000", "AWS_SECRET_ACCESS_KEY": "***"}
     assert read_record(run.folder).settings == settings
     assert b"zq-hidden" not in (run.folder / "run.json").read_bytes()
+
+
+def test_no_secret_of_a_uri_reaches_the_record_the_history_or_the_status(tmp_path: Path) -> None:
+    uri = "pfs://me:zq-hidden@host/x?token=zq-hidden&client=minio"
+    asked = replace(
+        request(),
+        plan={"access": {"to": uri, "storage": [uri]}},
+        remarks=[f"reads go to {uri}"],
+        workload=load("unet3d_h100", overrides=parse_settings([f"dataset.data_folder='{uri}'"])).workload,
+    )
+
+    def broken() -> None:
+        with ActiveRun.start(tmp_path, asked) as run, Meter() as meter:
+            run.show_in_folder(meter)
+            raise StorageError("No answer", uri=uri)
+
+    with pytest.raises(StorageError):
+        broken()
+    (folder,) = run_folders(tmp_path)
+    shown = "pfs://***@host/x?token=***&client=minio"
+    record = read_record(folder)
+    assert record.plan == {"access": {"to": shown, "storage": [shown]}}
+    assert record.remarks == (f"reads go to {shown}",)
+    assert record.why == f"No answer ({shown})"
+    assert HistoryFile(tmp_path).read()[0][-1]["why"] == record.why
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        assert b"zq-hidden" not in path.read_bytes(), path
 
 
 def test_facts_of_this_host_are_read() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.cluster.comm import format_cause
 from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable, UsageError, name_some
 from penstock.units import format_bytes
 
@@ -227,7 +228,7 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
         )
     killed = _KILLED.search(str(error))
     if lost_connection(error) or (killed and not _PLACE.search(str(error))):
-        cause = killed.group(0) if killed else f"{type(error).__name__}: {error}"
+        cause = killed.group(0) if killed else format_cause(error)
         return StorageError(
             f"A worker of the loader {loader} died {when}: {cause}",
             fix="`dmesg` says whether memory ran out: fewer workers, smaller batches or a smaller "

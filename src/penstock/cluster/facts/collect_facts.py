@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, format_cause
 from penstock.cluster.facts.host_facts import (
     AbsentHost,
     ClusterFacts,
@@ -283,7 +283,7 @@ def collect_from_ranks(
         try:
             report = read_report(comm.host, environment, root=root)
         except (OSError, ValueError, KeyError, PenstockError) as error:
-            report = f"{type(error).__name__}: {error}"
+            report = format_cause(error)
     reports = comm.gather(report, awaiting="facts of all hosts")
     answered_unix_s = time.time()
     outcomes = [

@@ -20,6 +20,7 @@ from socket import gethostname
 from typing import Final, Literal, TypeVar
 
 from penstock import __version__
+from penstock.cluster.comm import format_cause
 from penstock.cluster.facts.host_facts import (
     Clock,
     Cpu,
@@ -133,7 +134,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
         try:
             return read()
         except (OSError, ValueError, KeyError) as error:
-            unread[fact] = f"{type(error).__name__}: {error}"
+            unread[fact] = format_cause(error)
             return None
 
     return HostReport(

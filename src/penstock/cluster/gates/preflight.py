@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from penstock import __version__
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, format_cause
 from penstock.cluster.facts.collect_facts import collect_from_ranks
 from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.facts.read_host import soft_limits
@@ -84,7 +84,7 @@ def run_preflight(
         try:
             report = read_rank_report(request, comm)
         except (OSError, ValueError, KeyError, PenstockError) as error:
-            report = f"rank {comm.rank} on {comm.host}: {type(error).__name__}: {error}"
+            report = f"rank {comm.rank} on {comm.host}: {format_cause(error)}"
         reports = comm.gather(report, awaiting="the reports of all ranks")
     skipped = (gate for gate in skips if gate in gates)
     findings = {gate: GateFinding(gate, GateVerdict.SKIPPED, "skipped on request") for gate in skipped}

@@ -20,7 +20,8 @@ from typing import Final, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError, name_some
+from penstock.cluster.comm import format_cause
+from penstock.errors import DataDamaged, StorageError, UsageError, name_some
 from penstock.results import provenance, run_folder, run_record
 from penstock.results.history import HistoryFile
 from penstock.results.published_files import write_json, write_text
@@ -319,8 +320,7 @@ class RecordedAttempt:
             why = str(error) or "Stopped by its user, or because another rank failed."
             self._write(RunOutcome.INTERRUPTED, why)
         elif error is not None:
-            name = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
-            self._write(RunOutcome.FAILED, f"{name}{error}")
+            self._write(RunOutcome.FAILED, format_cause(error))
         else:
             self._file.unlink()
             _remove_empty(self._file.parent, until=self._hidden)
