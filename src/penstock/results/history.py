@@ -20,6 +20,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -62,6 +63,8 @@ _KEYS: Final[Mapping[str, Mapping[str, type]]] = {
     "removed": _MOVED,
     "restored": _MOVED,
 }  # fmt: skip
+_NAMES: Final = frozenset({"run", "folder"})
+_CONTROL: Final = re.compile(rb"[\x00-\x1f\x7f]")
 
 
 def format_entry(entry: Entry) -> bytes:
@@ -80,6 +83,11 @@ def parse_entry(line: bytes) -> Entry:
     for key in sorted({*keys, *document}):
         if key not in keys or not isinstance(document.get(key), keys[key]):
             raise ValueError(f"key {key!r} is {'wrong' if key in keys else 'unknown'}")
+    for key in _NAMES & document.keys():
+        name = os.fsencode(document[key])
+        # The system would refuse it, or a terminal would show more lines than there are runs.
+        if len(name) > 1024 or max(map(len, name.split(b"/"))) > 255 or _CONTROL.search(name):
+            raise ValueError(f"key {key!r} is not a possible name")
     return document  # type: ignore[no-any-return]
 
 

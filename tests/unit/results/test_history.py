@@ -21,6 +21,7 @@ from penstock.workload.load_workload import load
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MARK = {"boot_id": "b", "pid_namespace": 1, "pid": 2, "start_ticks": 3}
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 BEGAN: Entry = {
     "event": "began",
     "run": "1a2b3c",
@@ -38,7 +39,8 @@ ENDED: Entry = {"event": "ended", "run": "1a2b3c", "at": BEGAN["at"], "outcome":
 ENTRIES: st.SearchStrategy[Entry] = st.one_of(
     st.fixed_dictionaries(
         {
-            **dict.fromkeys(("run", "at", "folder", "workload", "working_folder"), WORDS),
+            **dict.fromkeys(("run", "folder"), NAMES),
+            **dict.fromkeys(("at", "workload", "working_folder"), WORDS),
             "event": st.just("began"),
             "is_named": st.booleans(),
             "ranks": st.integers(0, 1 << 20),
@@ -48,12 +50,13 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         }
     ),
     st.fixed_dictionaries(
-        {"event": st.just("ended"), "run": WORDS, "at": WORDS, "outcome": WORDS, "why": WORDS}
+        {"event": st.just("ended"), "run": NAMES, "at": WORDS, "outcome": WORDS, "why": WORDS}
     ),
     st.fixed_dictionaries(
         {
             "event": st.sampled_from(["published", "removed", "restored", "deleted"]),
-            **dict.fromkeys(("run", "at", "folder", "batch"), WORDS),
+            **dict.fromkeys(("run", "folder"), NAMES),
+            **dict.fromkeys(("at", "batch"), WORDS),
         }
     ),
 )

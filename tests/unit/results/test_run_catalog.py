@@ -71,6 +71,18 @@ def test_damaged_history_hides_no_run(tmp_path: Path) -> None:
     assert len(complaints) == 2
 
 
+@pytest.mark.parametrize("forged", ["x" * 5000, "/".join(["x" * 200] * 30), "a\0b", "a\nb", "\ud800"])
+def test_an_entry_with_an_impossible_folder_is_reported_and_skipped(tmp_path: Path, forged: str) -> None:
+    name = finished(tmp_path).name
+    history = HistoryFile(tmp_path)
+    entry = {**history.read()[0][0], "run": "forged", "folder": forged}
+    with history.path.open("ab") as file:
+        file.write(format_entry(entry))
+    (run,), (complaint,) = read_catalog(tmp_path)
+    assert run.folder == name
+    assert "line 3 cannot be read: " in complaint
+
+
 def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
     finished(tmp_path)
     for _ in range(2):
