@@ -215,32 +215,50 @@ def host_rates(host: SampledHost, series: CounterSeries, edges_ns: Numbers) -> H
         }
 
 
+Phase = tuple[tuple[int, ...], int, int]
+"""A phase of a rank, or a part of one: its kind, epoch, block and step; its beginning, and its end."""
+
+
+def _phases(rank: RankEvents) -> list[Phase]:
+    """Return the parts of each epoch between its checkpoints, and the checkpoints, in order of time."""
+    checkpoints = list(rank.spans_of(SpanKind.SAVE, SpanKind.LOAD))
+    blocks, epochs = list(rank.spans_of(SpanKind.BLOCK)), list(rank.spans_of(SpanKind.EPOCH))
+    if checkpoints and not blocks:  # a run without training
+        epochs = []
+    ended = {span.epoch for span in epochs}
+    phases = [
+        ((span.kind, span.epoch, span.block, span.step), span.start_ns, span.end_ns) for span in checkpoints
+    ]
+    for span in (*epochs, *(block for block in blocks if block.epoch not in ended)):
+        inner = [one for one in checkpoints if span.start_ns <= one.start_ns and one.end_ns <= span.end_ns]
+        starts_ns = (span.start_ns, *(one.end_ns for one in inner))
+        ends_ns = (*(one.start_ns for one in inner), span.end_ns)
+        phases += [((SpanKind.EPOCH, span.epoch), *part) for part in zip(starts_ns, ends_ns, strict=True)]
+    return sorted((phase for phase in phases if phase[2] > phase[1]), key=lambda phase: phase[1])
+
+
 def summarize_activity(
     hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
 ) -> list[dict[str, Any]]:
-    """Sum up all hosts' counters in each phase: each checkpoint if there are any, otherwise each epoch.
+    """Sum up all hosts' counters in each phase: each checkpoint, and the rest of each epoch.
 
     Steps are numbered within their epoch, so if there are several epochs, a checkpoint's name includes its
     epoch. `cpu_busy_share` is the mean over hosts, None if no time was counted.
     """
     ranks = {rank.clock.rank: rank for rank in events}
-    by_phase: dict[tuple[int, ...], list[tuple[float, HostRates]]] = defaultdict(list)
+    by_phase: dict[tuple[int, ...], list[tuple[Numbers, HostRates]]] = defaultdict(list)
     machines: set[str] = set()
     for host in hosts:
-        if host.rank not in ranks:
+        phases = _phases(ranks[host.rank]) if host.rank in ranks else ()
+        if not phases:
             continue
         # Hosts on one machine share its drives, which count only for the first host.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
-        # Training reads before and after its checkpoints, so its blocks take their share.
-        spans = list(ranks[host.rank].spans_of(SpanKind.SAVE, SpanKind.LOAD, SpanKind.BLOCK))
-        if all(span.kind == SpanKind.BLOCK for span in spans):
-            spans = list(ranks[host.rank].spans_of(SpanKind.EPOCH))
-        if not spans:
-            continue
         # Time and growth outside phases are left out, so that phases adjoin.
-        borders_ns = np.array([(span.start_ns, span.end_ns) for span in spans], np.float64)
-        edges_ns = np.concatenate([[0.0], np.cumsum(np.diff(borders_ns))])
+        borders_ns = np.array([times for _, *times in phases], np.float64)
+        spans_ns = np.diff(borders_ns)
+        edges_ns = np.concatenate([[0.0], np.cumsum(spans_ns)])
         moments, values = read_series(counters, host.host)
         within_ns = np.interp(moments, borders_ns.ravel(), np.repeat(edges_ns, 2)[1:-1])
         is_within = np.diff(within_ns, prepend=within_ns[:1]) > 0
@@ -249,26 +267,29 @@ def summarize_activity(
             for name, of_name in values.items()
         }
         rates = host_rates(counted, (within_ns, grown), edges_ns)
-        for number, span in enumerate(spans):
-            if span.kind != SpanKind.BLOCK:
-                place = (span.kind, span.epoch, span.block, span.step)
-                of_span = {what: of_what[[number]] for what, of_what in rates.items()}
-                by_phase[place].append(((span.end_ns - span.start_ns) / 1e9, of_span))
+        for place in dict.fromkeys(place for place, *_ in phases):
+            chosen = [one == place for one, *_ in phases]
+            of_phase = {what: of_what[chosen] for what, of_what in rates.items()}
+            by_phase[place].append((spans_ns.ravel()[chosen] / 1e9, of_phase))
     activities = []
     of_epoch = " of epoch {}" if len({epoch for _, epoch, *_ in by_phase}) > 1 else ""
-    for (kind, epoch, _, step), by_host in by_phase.items():
-        checkpoint = f"{SpanKind(kind).name.lower()} {step}{of_epoch.format(epoch)}"
-        busy = [float(rates["cpu_busy_share"][0]) for _, rates in by_host]
-        known = [share for share in busy if not np.isnan(share)]
+    for (kind, epoch, *place), by_host in by_phase.items():
+        name = (
+            f"{SpanKind(kind).name.lower()} {place[1]}{of_epoch.format(epoch)}" if place else f"epoch {epoch}"
+        )
+        busy = [
+            np.ma.average(np.ma.masked_invalid(rates["cpu_busy_share"]), weights=spans_s)
+            for spans_s, rates in by_host
+        ]
+        known = [float(share) for share in busy if share is not np.ma.masked]
         activity: dict[str, Any] = {
-            "phase": f"epoch {epoch}" if kind == SpanKind.EPOCH else checkpoint,
+            "phase": name,
             "hosts": len(by_host),
-            "elapsed_s": max(elapsed_s for elapsed_s, _ in by_host),
+            "elapsed_s": max(float(spans_s.sum()) for spans_s, _ in by_host),
             "cpu_busy_share": sum(known) / len(known) if known else None,
         }
         for what in ("drives_read", "drives_written", "networks_received", "networks_sent"):
-            moved = (elapsed_s * float(rates[what][0]) for elapsed_s, rates in by_host if elapsed_s)
-            activity[f"{what}_bytes"] = round(sum(moved))
+            activity[f"{what}_bytes"] = round(sum(float(spans_s @ rates[what]) for spans_s, rates in by_host))
         activities.append(activity)
     return activities
 

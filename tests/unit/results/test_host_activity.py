@@ -98,10 +98,31 @@ def test_phases_between_two_samples_share_what_grew_there_by_their_times(tmp_pat
     assert [each["cpu_busy_share"] for each in found] == [pytest.approx(0.5), pytest.approx(0.5), 0.0]
 
 
-def test_training_beside_a_checkpoint_does_not_count_as_the_checkpoint(tmp_path: Path) -> None:
-    spans = ((SpanKind.BLOCK, 1, 0.0, 2.75), (SpanKind.SAVE, 1, 2.75, 3.0), (SpanKind.EPOCH, 1, 0.0, 3.0))
-    (found,) = _found(tmp_path, _events(0, *spans, epochs=(1, 1, 1)))
-    assert (found["phase"], found["drives_read_bytes"]) == ("save 1", 25)
+def test_checkpoints_of_an_epoch_and_the_rest_of_it_add_up_to_the_epoch(tmp_path: Path) -> None:
+    spans = (
+        (SpanKind.BLOCK, 1, 0.0, 2.25),
+        (SpanKind.SAVE, 1, 2.25, 2.5),
+        (SpanKind.BLOCK, 2, 2.5, 2.75),
+        (SpanKind.SAVE, 2, 2.75, 3.0),
+        (SpanKind.EPOCH, 1, 0.0, 3.0),
+    )
+    found = _found(tmp_path, _events(0, *spans, epochs=(1,) * len(spans)))
+    assert [(each["phase"], each["elapsed_s"], each["drives_read_bytes"]) for each in found] == [
+        ("epoch 1", 2.5, 50),
+        ("save 1", 0.25, 25),
+        ("save 2", 0.25, 25),
+    ]
+    # Busy for half of 0.5 s of the 2.5 s.
+    assert found[0]["cpu_busy_share"] == pytest.approx(0.1)
+
+
+def test_an_epoch_that_never_ended_has_its_complete_blocks(tmp_path: Path) -> None:
+    spans = ((SpanKind.BLOCK, 1, 1.0, 2.5), (SpanKind.SAVE, 1, 2.5, 3.0))
+    found = _found(tmp_path, _events(0, *spans, epochs=(1, 1)))
+    assert [(each["phase"], each["elapsed_s"], each["drives_read_bytes"]) for each in found] == [
+        ("epoch 1", 1.5, 50),
+        ("save 1", 0.5, 50),
+    ]
 
 
 def test_a_run_that_ended_before_its_first_phase_has_no_activity(tmp_path: Path) -> None:
@@ -134,7 +155,7 @@ def test_checkpoints_at_the_same_step_of_several_epochs_are_told_apart(tmp_path:
     ]
 
 
-def test_checkpoints_stand_for_the_epoch_around_them(tmp_path: Path) -> None:
+def test_a_run_of_checkpoints_alone_has_no_epoch(tmp_path: Path) -> None:
     spans = ((SpanKind.SAVE, 1, 2.0, 3.0), (SpanKind.LOAD, 2, 4.0, 5.0), (SpanKind.EPOCH, 1, 0.0, 5.0))
     found = _found(tmp_path, _events(0, *spans, epochs=(1, 1, 1)))
     assert [each["phase"] for each in found] == ["save 1", "load 2"]
