@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -120,17 +121,16 @@ def _headline(run: RunSummary) -> str:
     """Return the main figures of a run: accelerator utilization, or the rates of writing and reading."""
     rates = _say_rates(run)
     if run.au_compat_percent is None:
+        command = f"`penstock results show {shlex.quote(run.folder)}`"
         if rates or run.outcome == "finished":
-            return rates or "figures: `penstock results show`"
+            return rates or f"figures: {command}"
         from penstock.results.event_files import read_spool, spool_path
         from penstock.results.step_events import StepPhase
 
         epochs = 0
         with suppress(StorageError):  # a run that ended too early has no events
             epochs = len(read_spool(spool_path(Path(run.folder), 0)).epochs(StepPhase.TRAIN))
-        return (
-            f"figures of {format_count(epochs, 'epoch')}: `penstock results show`" if epochs else "no figures"
-        )
+        return f"figures of {format_count(epochs, 'epoch')}: {command}" if epochs else "no figures"
     compat, strict = (
         "-" if percent is None else f"{percent:.2f} %"
         for percent in (run.au_compat_percent, run.au_strict_percent)

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, Literal
 
 from penstock.errors import PenstockError, StorageError, UsageError, name_some
@@ -358,7 +359,7 @@ def _cannot_choose(text: str, names: Sequence[str], where: str) -> UsageError:
             f"{text!r} names {len(names)} runs: {name_some(names)}", fix="Give more of the name, or the id."
         )
     return UsageError(
-        f"No run is called {text!r}", where=where, fix="`penstock results ls FOLDER` lists them."
+        f"No run is called {text!r}", where=where, fix=f"`penstock results ls {quote(where)}` lists them."
     )
 
 

@@ -100,4 +100,4 @@ def test_ls_counts_the_finished_epochs_of_a_training_run(
             spool.append(events.spans)
         raise KeyboardInterrupt
     assert main(["results", "ls", str(tmp_path)]) == 0
-    assert "figures of 1 epoch: `penstock results show`" in capsys.readouterr().out
+    assert f"figures of 1 epoch: `penstock results show {run.folder}`" in capsys.readouterr().out
