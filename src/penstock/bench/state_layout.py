@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.transfer.pipeline import PlannedObject
+from penstock.units import format_count
 from penstock.workload.enums import CheckpointMode, CheckpointWriters, Datatype
 from penstock.workload.load_workload import CheckpointModel
 from penstock.workload.spec import Model, Transformer
@@ -211,7 +212,8 @@ def plan_layout(
     num_processes = num_processes or mesh.num_ranks
     if num_processes > mesh.num_ranks:
         raise UsageError(
-            f"{model.workload.full_name} is laid out for {mesh.num_ranks} ranks (tensor {mesh.tensor} x "
+            f"{model.workload.full_name} is laid out for {format_count(mesh.num_ranks, 'rank')} (tensor "
+            f"{mesh.tensor} x "
             f"pipeline {mesh.pipeline} x data {mesh.data}), not for {num_processes}",
             where="--ranks",
             fix=f"Use at most {mesh.num_ranks}, or a multiple of {mesh.model_parallel}.",

@@ -32,7 +32,7 @@ from penstock.environment import process_environment, untraced
 from penstock.storage import open_storage
 from penstock.submission.authoring import preflight
 from penstock.submission.tree_layout import Benchmark
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_count
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
@@ -389,7 +389,8 @@ def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_
         lines.append(f"{float(scale):g} of every file's bytes is written: {total:,} B")
     if not model.files:
         lines.append(
-            f"{mesh.num_ranks:,} ranks: tensor {mesh.tensor} x pipeline {mesh.pipeline} x data {mesh.data}, "
+            f"{format_count(mesh.num_ranks, 'rank')}: tensor {mesh.tensor} x pipeline {mesh.pipeline} x "
+            f"data {mesh.data}, "
             f"ZeRO {described.parallelism.zero_stage}"
         )
     if layout.is_subset:
@@ -398,10 +399,13 @@ def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_
         lines.append(f"{layout.num_processes:,} processes carry {layout.num_carried:,} ranks, several each")
     lines.append(
         f"one checkpoint: {total:,} B = {total / GIB:,.4f} GiB = {total / GB:,.4f} GB in "
-        f"{layout.num_files:,} files"
+        f"{format_count(layout.num_files, 'file')}"
     )
     if num_kept > 1:
-        lines.append(f"{num_kept} checkpoints: {num_kept * total:,} B = {num_kept * total / GIB:,.14g} GiB")
+        lines.append(
+            f"{format_count(num_kept, 'checkpoint')}: {num_kept * total:,} B = "
+            f"{num_kept * total / GIB:,.14g} GiB"
+        )
     return lines
 
 
@@ -444,6 +448,9 @@ def models(terminal: Terminal) -> None:
         lines += [
             [(name, "bold"), also],
             [("  " + model.about, "italic")],
-            f"  {size_text} in {layout.num_files:,} files of {layout.num_processes:,} ranks",
+            (
+                f"  {size_text} in {format_count(layout.num_files, 'file')} of "
+                f"{format_count(layout.num_processes, 'rank')}"
+            ),
         ]
     terminal.result({"models": entries}, lines)

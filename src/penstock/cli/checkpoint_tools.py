@@ -318,5 +318,8 @@ def remove(
         else:
             removed = inspection.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
     remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
-    text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
+    text = (
+        f"removed {removed.uri}: {format_count(removed.num_files, 'file')}, "
+        f"{format_bytes(removed.size_bytes)}{remaining}"
+    )
     terminal.result(asdict(removed), [text])

@@ -23,6 +23,7 @@ from penstock.environment import Environment, process_environment
 from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.results.provenance import redact
 from penstock.storage import Storage, open_storage
+from penstock.units import format_count
 from penstock.workload.enums import DataFormat, LoaderKind, StorageKind
 from penstock.workload.settings import parse_dlio_words
 from penstock.workload.spec import Workload
@@ -166,7 +167,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
         comm.barrier(awaiting="all ranks to know the files to delete")
         threads = workload.reader.write_threads or _USUAL_THREADS
         num_removed = remove(files.data_files, storage, comm=comm, threads=threads)
-        terminal.note(f"dataset.keep_files is false: {num_removed} files were deleted")
+        terminal.note(f"dataset.keep_files is false: {format_count(num_removed, 'file')} deleted")
 
 
 def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Terminal) -> list[str]:
@@ -194,7 +195,7 @@ def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Termin
     if workload.storage.storage_type is StorageKind.S3:
         # DLIO also waits, because listings of some services show new objects late.
         time.sleep(workload.storage.post_generation_settle_s)
-    say(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
+    say(f"Generation done: {format_count(report.written_files, 'file')} written, {report.kept_files} existed")
     return log
 
 

@@ -323,10 +323,11 @@ def view_cache_run(document: Mapping[str, Any]) -> View:
         yield from _view_mlperf(document)
         return
     plan, saved = document["plan"], document["time_to_first_token"]
-    ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
+    ranks = format_count(document["ranks"], "rank")
     yield (
         f"{plan['name']} on {document['target']}: {plan['requests']:,} requests, {ranks} x "
-        f"{document['engine']['streams']} streams, {format_seconds(document['elapsed_s'])}; operations "
+        f"{format_count(document['engine']['streams'], 'stream')}, "
+        f"{format_seconds(document['elapsed_s'])}; operations "
         f"{plan['digest']}"
     )
     rows = []

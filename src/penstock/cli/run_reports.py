@@ -82,7 +82,7 @@ def view_training(result: TrainingResult) -> View:
     from penstock.results.phase_figures import epoch_rows
 
     train, stages = result.train, result.stages
-    accelerators = f"{result.ranks} accelerator{'s' * (result.ranks > 1)}"
+    accelerators = format_count(result.ranks, "accelerator")
     yield TextTable(f"{result.workload}, {accelerators}", epoch_rows(train.epochs))
     yield bold(f"  verdict   {result.verdict.upper()}")
     strict = f"{train.au_strict_percent.mean:.2f} %" if train.au_strict_percent else "-"
@@ -104,7 +104,10 @@ def view_training(result: TrainingResult) -> View:
             yield f"            {sentence}"
     if (saved := stages.checkpoints) is not None:
         rate = f", {format_rate(saved['gib_per_s'] * 2**30)}" if saved["gib_per_s"] else ""
-        yield f"  saved     {saved['checkpoints']} checkpoints of {format_bytes(saved['bytes_each'])}{rate}"
+        yield (
+            f"  saved     {format_count(saved['checkpoints'], 'checkpoint')} of "
+            f"{format_bytes(saved['bytes_each'])}{rate}"
+        )
     yield f"  results   {result.results_dir}"
     if page := find_page(result.results_dir):
         yield f"  page      {page}"

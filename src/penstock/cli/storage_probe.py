@@ -16,6 +16,7 @@ from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.results.provenance import redact
+from penstock.units import format_count
 
 if TYPE_CHECKING:
     from penstock.bench.probe import ProbeResult
@@ -159,7 +160,7 @@ def view_probe(report: ProbeResult) -> View:
     from penstock.bench.probe.probe_page import HUGE_PAGES, describe_shape, say_feeds, say_knee, say_limit
     from penstock.bench.probe.probe_run import measurement_rows
 
-    title = f"{report.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
+    title = f"{report.uri} from {', '.join(report.hosts)}, {format_count(report.ranks, 'rank')}"
     if report.measurements:
         yield from table(title, measurement_rows(report.measurements))
     for load in report.loads:

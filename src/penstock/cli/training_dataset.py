@@ -14,7 +14,7 @@ from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, bold, table
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -74,7 +74,7 @@ def generate(
     with terminal.progress() as progress:
         report = generate_files(recipe, storage, comm=comm, threads=options.threads, progress=progress)
     text = (
-        f"{report.num_files:,} files at {uri}: {report.written_files:,} written "
+        f"{format_count(report.num_files, 'file')} at {uri}: {report.written_files:,} written "
         f"({format_bytes(report.written_bytes)} in {format_seconds(report.elapsed_s)}, "
         f"{format_rate(report.rate_bytes_per_s)}), {report.kept_files:,} existed."
     )
@@ -117,7 +117,7 @@ def verify(
             "the same options."
         )
     lines.append(
-        f"{report.num_files:,} files at {uri}, {format_bytes(report.read_bytes)} in "
+        f"{format_count(report.num_files, 'file')} at {uri}, {format_bytes(report.read_bytes)} in "
         f"{format_seconds(report.elapsed_s)}: {report.num_wrong:,} wrong."
     )
     terminal.result({"data": uri, **asdict(report)}, lines)
@@ -157,13 +157,14 @@ def size(
         memory_of_hosts = host_memory * (hosts or 1)
     elif hosts not in (None, len(host_memory)):
         raise UsageError(
-            f"{len(host_memory)} memory sizes for {hosts} hosts",
+            f"{len(host_memory)} memory sizes for {format_count(hosts, 'host')}",
             where="--host-memory",
             fix="Give one value, or one for each host.",
         )
     loaded = workload.load(terminal)
     unequal = (
-        f"{accelerators:,} accelerators on {len(memory_of_hosts):,} hosts: in a submission, every host must "
+        f"{format_count(accelerators, 'accelerator')} on {format_count(len(memory_of_hosts), 'host')}: "
+        "in a submission, every host must "
         "have the same number (hosts.equal)"
     )
     remarks = [unequal] * bool(accelerators % len(memory_of_hosts))
@@ -219,7 +220,7 @@ def size(
     size_text = f"{format_bytes(sized.dataset_bytes, at_least=True)} ({sized.dataset_bytes:,} B)"
     lines = [
         bold(loaded.workload.full_name),
-        f"  at least  {sized.min_files:,} files{folders}, {size_text}",
+        f"  at least  {format_count(sized.min_files, 'file')}{folders}, {size_text}",
     ]
     if rate is not None and each is not None:
         all_of_them, one = (format_rate(needed, at_least=True) for needed in (rate, each))
@@ -265,7 +266,7 @@ def whatif(
         },
         [
             bold(loaded.workload.full_name),
-            f"  {format_rate(bandwidth)} feeds {prediction.num_accelerators:,} accelerators",
+            f"  {format_rate(bandwidth)} feeds {format_count(prediction.num_accelerators, 'accelerator')}",
             *(f"  proof     {line}" for line in prediction.proof),
         ],
     )

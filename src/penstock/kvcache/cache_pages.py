@@ -26,7 +26,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.units import format_bytes, format_number, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_number, format_rate, format_seconds
 
 GIB: Final = 1 << 30
 _ENOUGH: Final = 0.95
@@ -137,13 +137,13 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
         limits={"break-even of one accelerator": break_even},
     )
     worth = saved["hits_worth_it"]
-    ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
+    ranks = format_count(document["ranks"], "rank")
     planned, loads = _hit_charts(document), _load_charts(document)
     first = loads or planned[:1]
     return Report(
         title=f"A key-value cache on {document['target']}",
         subtitle=(
-            f"{document['plan']['name']}, {ranks} x {document['engine']['streams']} streams, "
+            f"{document['plan']['name']}, {ranks} x {format_count(document['engine']['streams'], 'stream')}, "
             f"operations {document['plan']['digest']}"
         ),
         banner=Banner(
@@ -202,7 +202,10 @@ def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
     )
     return Report(
         title=f"MLPerf's key-value cache on {document['target']}",
-        subtitle=f"{document['ranks']} ranks x {document['engine']['streams']} streams",
+        subtitle=(
+            f"{format_count(document['ranks'], 'rank')} x "
+            f"{format_count(document['engine']['streams'], 'stream')}"
+        ),
         banner=Banner(
             verdict="misses" if misses else "whole",
             look=Look.BAD if misses else Look.GOOD,

@@ -51,8 +51,7 @@ def draw_run(folder: Path, others: Pages) -> Report:
         look = Look.BAD if record.outcome is RunOutcome.FAILED else Look.DOUBT
         banner = replace(banner, verdict=record.outcome.value, look=look)
     if record.why:
-        why = f"The run is {record.outcome}: {record.why}"
-        banner = replace(banner, troubles=[why, *banner.troubles])
+        banner = replace(banner, troubles=[record.why, *banner.troubles])
     hosts = name_some([host.host for host in record.hosts])
     workload = "_".join(filter(None, (record.name, record.accelerator)))
     subtitle = (
@@ -66,7 +65,8 @@ def draw_run(folder: Path, others: Pages) -> Report:
         "began": record.started_at,
         "ended": record.ended_at or "-",
         "hosts": "; ".join(
-            f"{host.host}: {host.num_cores} cores, {format_bytes(host.memory_bytes)}, Linux {host.kernel}"
+            f"{host.host}: {format_count(host.num_cores, 'core')}, {format_bytes(host.memory_bytes)}, "
+            f"{host.kernel}"
             for host in record.hosts
         ),
         "versions": f"penstock {record.penstock_version}, Python {record.python_version}",

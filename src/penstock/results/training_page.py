@@ -156,7 +156,7 @@ def _banner(run: TrainingRun) -> Banner:
         figure = (
             f"AU {figures.au_compat_percent.mean:.2f} %, {run.asked_percent:.0f} % asked{ceiling}; "
             f"{figures.samples_per_s_strict:,.1f} samples/s and {format_rate(figures.read_bytes_per_s)} for "
-            f"{ranks} {run.record.accelerator.upper() or 'accelerator'}{'s' * (ranks > 1)}"
+            f"{format_count(ranks, run.record.accelerator.upper() or 'accelerator')}"
         )
     limit, found = "not known: no step counts", figures.verdict if figures else None
     to_do = "Nothing. `penstock training sweep` finds how many accelerators this storage feeds."

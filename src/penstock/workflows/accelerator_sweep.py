@@ -119,7 +119,8 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
         # Exit status 1 with a result: the run was measured, and failed.
         if running.returncode not in (0, 1) or not output.strip():
             raise PenstockError(
-                f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
+                f"The run with {format_count(accelerators, 'accelerator')} failed with exit code "
+                f"{running.returncode}",
                 fix="See its own message above. A larger sweep needs more files (`penstock training size`).",
             )
         document = json.loads(output)
@@ -145,7 +146,7 @@ def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage:
     failed = next((one for one in tries if not one.meets_threshold), None)
     return Report(
         title=f"Accelerators of {workload} that {storage} feeds",
-        subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
+        subtitle=f"{format_count(len(tries), 'run')}, from {names[0]} to {names[-1]} accelerators",
         banner=Banner(
             verdict="passed" if fed else "failed",
             look=Look.GOOD if fed else Look.BAD,
@@ -153,7 +154,7 @@ def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage:
             limited_by="nothing up to there" if failed is None else limit or "not known",
             since="every run reached the required utilization"
             if failed is None
-            else f"{failed.accelerators} accelerators: AU {failed.au_compat:.1f} %",
+            else f"{format_count(failed.accelerators, 'accelerator')}: AU {failed.au_compat:.1f} %",
             to_do=(
                 "Try more with --most: all that were tried are fed."
                 if failed is None

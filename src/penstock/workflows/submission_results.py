@@ -41,7 +41,7 @@ from penstock.submission.authoring.run_sequence import RunSequence
 from penstock.submission.code_image import UNKNOWN, Program, capture
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_count, format_seconds
 from penstock.workload.spec import Workload
 
 MANIFEST_KEY: Final = ".mlps-datagen-manifest.json"
@@ -333,7 +333,8 @@ class TrainingSequence:
             self._add_next_run(len(sequence.counted))
             return
         self.note(
-            f"{phase.value}: {dataset.num_files_train:,} files, {format_bytes(expected_bytes(dataset))}"
+            f"{phase.value}: {format_count(dataset.num_files_train, 'file')}, "
+            f"{format_bytes(expected_bytes(dataset))}"
         )
         if phase is SubmissionPhase.DATASIZE:
             self.add_datasize()
@@ -409,7 +410,7 @@ class TrainingSequence:
 
             def publish() -> Path:
                 summary = (
-                    f"{generated.num_files:,} files: {generated.written_files:,} written "
+                    f"{format_count(generated.num_files, 'file')}: {generated.written_files:,} written "
                     f"({format_bytes(generated.written_bytes)} in {format_seconds(generated.elapsed_s)}), "
                     f"{generated.kept_files:,} existed"
                 )

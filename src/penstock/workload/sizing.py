@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Final
 
 from penstock.errors import UsageError
-from penstock.units import format_rate
+from penstock.units import format_count, format_rate
 from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import element_bytes
 from penstock.workload.spec import Dataset, ParquetColumn, Workload
@@ -239,13 +239,16 @@ def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -
         f"an accelerator that never waits: {step} / {computation} = {format_rate(float(rate))}",
         (
             f"{format_rate(float(bandwidth_bytes_per_s))} x {computation} / "
-            f"({float(threshold):g} x {step}) = {quotient_text(exactly)} -> {_accelerators(num)}"
+            f"({float(threshold):g} x {step}) = {quotient_text(exactly)} -> "
+            f"{format_count(num, 'accelerator')}"
         ),
     ]
     if num:
-        proof.append(f"{_accelerators(num)}: utilization {_percent(au)} % >= {_percent(threshold)} %")
+        proof.append(
+            f"{format_count(num, 'accelerator')}: utilization {_percent(au)} % >= {_percent(threshold)} %"
+        )
     missed = f"{_percent(au_with_one_more)} % < {_percent(threshold)} %"
-    proof.append(f"{_accelerators(num + 1)}: utilization {missed}")
+    proof.append(f"{format_count(num + 1, 'accelerator')}: utilization {missed}")
     return AcceleratorForecast(
         num_accelerators=num,
         au=au,
@@ -257,10 +260,6 @@ def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         proof=tuple(proof),
     )
-
-
-def _accelerators(num: int) -> str:
-    return f"{num:,} accelerator{'s' * (num != 1)}"
 
 
 def _percent(share: Fraction) -> str:

@@ -49,6 +49,7 @@ from penstock.storage.protocol import read_object, write_object
 from penstock.storage.volumes import locked_folder, nearest_folder, read_volume_id, require_free_space
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.pipeline import PipelineSettings
+from penstock.units import format_count
 from penstock.workload.enums import CheckpointMode
 from penstock.workload.load_workload import CheckpointModel
 from penstock.workload.spec import CheckpointSection
@@ -142,7 +143,7 @@ def prepare_folder(
     if not keeps:
         rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=())
         if marker is not None:
-            tell(f"Replacing {len(marker.steps)} checkpoints at {storage.uri}")
+            tell(f"Replacing {format_count(len(marker.steps), 'checkpoint')} at {storage.uri}")
             remove_steps(storage, marker.step_numbers, comm=comm)
         drawn = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
         seed = comm.broadcast(drawn, awaiting="the seed of all content")

@@ -16,7 +16,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_count
 
 CONSUMER: Final = "consumer"
 
@@ -209,7 +209,7 @@ class LoaderWaits:
         largest = WaitStage(self.bottleneck)
         share = self.stages_s[largest] / self.wait_s if self.wait_s else 0.0
         is_shared_out = self.workers and largest is not WaitStage.STARTUP
-        where = f" on {self.workers} worker{'s' * (self.workers != 1)}" if is_shared_out else ""
+        where = f" on {format_count(self.workers, 'worker')}" if is_shared_out else ""
         answer = f"{begin}; {share:.0%} of that is {self._describe(largest)}{where}"
         return "; ".join((answer, *(f"{change} brings {gain:.2f}x" for change, gain in self.trials.items())))
 

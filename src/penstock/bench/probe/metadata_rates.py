@@ -25,6 +25,7 @@ from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import write_object
+from penstock.units import format_count
 
 MetadataCall = Literal["create", "stat", "list", "delete"]
 CALLS: Final[tuple[MetadataCall, ...]] = ("create", "stat", "list", "delete")
@@ -96,7 +97,7 @@ def measure_metadata(
         names = [_names(place, f"rank{comm.rank}-files{number}-{thread}") for thread in range(number)]
         created = [0] * number
         for call in CALLS:
-            progress.begin(f"{place.mode} {call}, {number} thread{'s' * (number > 1)}", MOST_FILES)
+            progress.begin(f"{place.mode} {call}, {format_count(number, 'thread')}", MOST_FILES)
             with translate_os_errors(f"The call {call}", place.storage.uri):
                 times = _run(call, names, created, comm)
             progress.advance(sum(files for _, _, files, _ in times))

@@ -9,7 +9,7 @@ from penstock.bench.probe.load_run import LoadResult, load_rows
 from penstock.bench.probe.metadata_rates import MetadataRate, metadata_rows
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, Tone, table_section
-from penstock.units import format_bytes, format_rate
+from penstock.units import format_bytes, format_count, format_rate
 from penstock.workload import load_workload
 from penstock.workload.sizing import forecast_accelerators, record_bytes
 from penstock.workload.spec import Workload
@@ -33,7 +33,7 @@ def make_probe_page(result: ProbeResult) -> Report:
     return Report(
         title=f"What {result.uri} can do",
         subtitle=(
-            f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
+            f"probed from {', '.join(result.hosts)} with {format_count(result.ranks, 'rank')}, "
             f"up to {format_bytes(result.size_bytes)} per measurement{_say_place(result)}. {HUGE_PAGES}"
         ),
         banner=_banner(result),
@@ -106,7 +106,7 @@ def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Cha
 def describe(measured: ProbeMeasurement) -> str:
     """Describe the streams and blocks of a measurement in words."""
     streams = measured.streams
-    return f"{streams} stream{'s' * (streams > 1)} of {format_bytes(measured.block_bytes)}"
+    return f"{format_count(streams, 'stream')} of {format_bytes(measured.block_bytes)}"
 
 
 def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:

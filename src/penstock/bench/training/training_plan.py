@@ -26,6 +26,7 @@ from penstock.dataset.data_files import training_files
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
 from penstock.results.step_events import StepPhase
+from penstock.units import format_count
 from penstock.workload.enums import FileSharing, Shuffle
 from penstock.workload.spec import Workload
 
@@ -415,7 +416,7 @@ def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
         files = -(-needed * sharding.num_ranks // sharding.samples_per_file)
         ways = [f"use {files:,} files or more (dataset.num_files_train)"]
         if ranks := sharding.num_samples // needed:
-            ways.append(f"at most {ranks:,} rank{'s' * (ranks != 1)}")
+            ways.append(f"at most {format_count(ranks, 'rank')}")
         if batch := sharding.num_samples // (sharding.num_ranks * (excluded + 1)):
             ways.append(f"batches of {batch:,} or less (reader.batch_size)")
         fix = f"{', or '.join(ways)}.".capitalize()

@@ -37,6 +37,7 @@ from penstock.submission.tree_layout import (
     SubmissionPhase,
     is_result_dir_name,
 )
+from penstock.units import format_count
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
@@ -250,7 +251,7 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> dic
     elif state.runs:
         missing = [f"{num} {what}" for what, num in missing_checkpoints(state, edition).items() if num]
     if num_missing := max(0, num_required - len(counted)):
-        missing.append(f"{num_missing} run{'s' * (num_missing > 1)}")
+        missing.append(format_count(num_missing, "run"))
     run_dir = next((each for each in (*reversed(state.runs), *state.datasizes)), None)
     return {
         "division": series.division.value,

@@ -35,7 +35,7 @@ from penstock.trace.dimensions import (
 )
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, measure_groups, ranks, union_times
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 _CONCURRENCY: Final = 1.5
 _ONE_TIER_SHARE: Final = 0.95
@@ -580,7 +580,7 @@ def say_left_out(study: Study) -> list[str]:
         ORDER BY {study.in_order()}""")
     return [
         f"Findings leave out start-up and runtime of {run} (modules, sockets, pipes, shared memory): "
-        f"{num_calls:,} call{'s' * (num_calls != 1)}, which took {_seconds(took_us)}."
+        f"{format_count(num_calls, 'call')}, which took {_seconds(took_us)}."
         for run, num_calls, took_us in rows
     ]
 
