@@ -28,10 +28,10 @@ share of the time without computation. A rank whose samples come late holds up a
 time is attributed to storage or the client CPU, not to the barrier.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean, pstdev
 from typing import Any, Final
 
 import numpy as np
@@ -243,8 +243,7 @@ def counted_ceiling(ceiling: Mapping[str, Any] | None, au_percent: float) -> Map
 
 def mean_and_stdev(values: Sequence[float]) -> Mean:
     """Return the mean and population standard deviation of at least one value."""
-    mean = math.fsum(values) / len(values)
-    return Mean(mean=mean, stdev=math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
+    return Mean(mean=fmean(values), stdev=pstdev(values))
 
 
 def _rate(amount: float, elapsed_s: float) -> float:

@@ -147,6 +147,21 @@ class RankEvents:
             yield SpanEvent(*span.item())
 
 
+def digest_samples(items: NDArray[np.uint64], taken: NDArray[np.uint64]) -> int:
+    """Return the digest of a set of samples, `taken` of each item, as `run.json` defines it.
+
+    It is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
+    splitmix64. The order does not matter, and digests of disjoint sets add up.
+    """
+
+    def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return words ^ words >> np.uint64(31)
+
+    return int(mix(mix(items) + taken).sum(dtype=np.uint64))
+
+
 def wait_ns(steps: Rows) -> Nanoseconds:
     return cast("Nanoseconds", steps["loaded_ns"] - steps["start_ns"])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
-from statistics import median
+from statistics import fmean, median, pstdev
 from types import MappingProxyType
 from typing import Final
 
@@ -38,20 +38,9 @@ Interval = tuple[datetime, datetime]
 """The beginning and the end of an invocation."""
 
 
-def mean(values: Collection[float]) -> float:
-    """Return the arithmetic mean, summed exactly."""
-    return math.fsum(values) / len(values)
-
-
-def deviation(values: Collection[float]) -> float:
-    """Return the population standard deviation."""
-    middle = mean(values)
-    return math.sqrt(mean([(value - middle) ** 2 for value in values]))
-
-
 def samples_per_second(run_dir: ResultDir) -> float:
     """Return the mean rate over the epochs of one result directory."""
-    return mean(run_dir.summary.numbers("metric", "train_throughput_samples_per_second"))
+    return fmean(run_dir.summary.numbers("metric", "train_throughput_samples_per_second"))
 
 
 def mib_per_second(run_dir: ResultDir) -> float:
@@ -61,7 +50,7 @@ def mib_per_second(run_dir: ResultDir) -> float:
 
 def utilization_percent(run_dir: ResultDir) -> float:
     """Return the mean utilization over the epochs of one result directory."""
-    return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
+    return fmean(run_dir.summary.numbers("metric", "train_au_percentage"))
 
 
 def record_bytes(run_dir: ResultDir) -> Fraction:
@@ -96,7 +85,7 @@ def num_accelerators(run: ResultRun) -> int:
 OF_TRAINING: Final[Mapping[str, Callable[[ResultRun], float]]] = {
     "throughput": lambda run: math.fsum(map(samples_per_second, run.dirs)),
     "read bandwidth": lambda run: math.fsum(map(mib_per_second, run.dirs)),
-    "utilization": lambda run: mean([utilization_percent(run_dir) for run_dir in run.dirs]),
+    "utilization": lambda run: fmean([utilization_percent(run_dir) for run_dir in run.dirs]),
 }
 """The figures of a training run over all of its directories."""
 
@@ -143,10 +132,10 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
         return {}
     first, slowest = zip(*seconds.values(), strict=True)
     size_gib = run_dir.summary.number("metric", "checkpoint_size_GB")
-    by_first, by_slowest = (mean([size_gib / s for s in each]) for each in (first, slowest))
+    by_first, by_slowest = (fmean([size_gib / s for s in each]) for each in (first, slowest))
     return {
         f"{prefix}_checkpoint_io_mean_GB_per_second": (by_first, by_slowest),
-        f"{prefix}_checkpoint_duration_mean_seconds": (mean(first), mean(slowest)),
+        f"{prefix}_checkpoint_duration_mean_seconds": (fmean(first), fmean(slowest)),
     }
 
 
@@ -158,16 +147,16 @@ def _result_checkpoint_means(name: str, result: SubmittedResult) -> tuple[float,
     if not values:
         raise MissingFact(f"no {prefix}_ckpt is in the statistics", where=result.name)
     first, slowest = zip(*values, strict=True)
-    return mean(first), mean(slowest)
+    return fmean(first), fmean(slowest)
 
 
 METRICS: Final[Mapping[Benchmark, Mapping[str, Callable[[SubmittedResult], float | tuple[float, ...]]]]] = {
     Benchmark.TRAINING: {
-        "train_throughput_mean_samples_per_second": partial(_over_runs, mean, "throughput"),
-        "train_throughput_stdev_samples_per_second": partial(_over_runs, deviation, "throughput"),
-        "train_throughput_mean_MB_per_second": partial(_over_runs, mean, "read bandwidth"),
-        "train_throughput_stdev_MB_per_second": partial(_over_runs, deviation, "read bandwidth"),
-        "train_au_mean_percentage": partial(_over_runs, mean, "utilization"),
+        "train_throughput_mean_samples_per_second": partial(_over_runs, fmean, "throughput"),
+        "train_throughput_stdev_samples_per_second": partial(_over_runs, pstdev, "throughput"),
+        "train_throughput_mean_MB_per_second": partial(_over_runs, fmean, "read bandwidth"),
+        "train_throughput_stdev_MB_per_second": partial(_over_runs, pstdev, "read bandwidth"),
+        "train_au_mean_percentage": partial(_over_runs, fmean, "utilization"),
     },
     Benchmark.CHECKPOINTING: {
         name: partial(_result_checkpoint_means, name)
@@ -299,7 +288,7 @@ class ResultFigure:
 def measure_figure(name: str, unit: str, values: dict[str, float]) -> ResultFigure:
     """Measure the spread of a figure over at least one run."""
     numbers, interval = values.values(), None
-    middle, spread, num = mean(numbers), deviation(numbers), len(numbers)
+    middle, spread, num = fmean(numbers), pstdev(numbers), len(numbers)
     if num > 1:
         sample_deviation = spread * math.sqrt(num / (num - 1))
         half_width = student_quantile(CONFIDENCE, num - 1) * sample_deviation / math.sqrt(num)
@@ -341,7 +330,7 @@ def _find_outliers(values: Mapping[str, float]) -> dict[str, str]:
     distances = {run: abs(value - middle) for run, value in values.items()}
     scale, name = MEDIAN_DEVIATION_SCALE * median(distances.values()), "median absolute deviation"
     if scale == 0:  # more than half of the runs are exactly equal
-        scale, name = MEAN_DEVIATION_SCALE * mean(distances.values()), "mean absolute deviation"
+        scale, name = MEAN_DEVIATION_SCALE * fmean(distances.values()), "mean absolute deviation"
     if scale == 0:
         return {}
     return {

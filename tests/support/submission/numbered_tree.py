@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, Final
 
 import yaml
 
-from penstock.submission.result_figures import MIB, deviation, mean
+from penstock.submission.result_figures import MIB
 
 RECORD_BYTES: Final = 146_600_628
 BATCH: Final = 7
@@ -181,8 +182,8 @@ def _overall(rates: tuple[float, ...]) -> dict[str, Any]:
     mib = tuple(rate * RECORD_BYTES / MIB for rate in rates)
     return {
         "model": "unet3d",
-        "train_throughput_mean_samples_per_second": mean(rates),
-        "train_throughput_stdev_samples_per_second": deviation(rates),
-        "train_throughput_mean_MB_per_second": mean(mib),
-        "train_throughput_stdev_MB_per_second": deviation(mib),
+        "train_throughput_mean_samples_per_second": fmean(rates),
+        "train_throughput_stdev_samples_per_second": pstdev(rates),
+        "train_throughput_mean_MB_per_second": fmean(mib),
+        "train_throughput_stdev_MB_per_second": pstdev(mib),
     }

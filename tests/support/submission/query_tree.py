@@ -1,6 +1,7 @@
 """Small trees of v3.0: a valid key-value cache and a valid vector search, as values that tests change."""
 
 from datetime import timedelta
+from statistics import fmean
 from typing import Any, Final
 
 from tests.support.submission.timed_tree import (
@@ -13,8 +14,6 @@ from tests.support.submission.timed_tree import (
     sealed,
     shared_files,
 )
-
-from penstock.submission.result_figures import mean
 
 CACHE: Final = f"closed/acme/results/{SYSTEM}/kv_cache/llama3.1-8b"
 VECTORS: Final = f"closed/acme/results/{SYSTEM}/vector_database/milvus/DISKANN"
@@ -110,7 +109,7 @@ def _option(option: int) -> dict[str, Any]:
     summed = [
         sum(option + trial / 10 + rank / 100 for rank in range(NUM_RANKS)) for trial in range(NUM_TRIALS)
     ]
-    each = mean(tuple(summed))
+    each = fmean(tuple(summed))
     last = option + (NUM_TRIALS - 1) / 10 + (NUM_RANKS - 1) / 100
     return {
         "option": option,

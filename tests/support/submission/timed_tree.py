@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, wraps
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from tests.support.submission.numbered_tree import epoch_rates, epoch_statistics
 from tests.support.submission.run_records import run_record
 
-from penstock.submission.result_figures import MIB, mean
+from penstock.submission.result_figures import MIB
 from penstock.workload.shipped_catalog import cards, families
 
 RECORD_BYTES: Final = 146_600_628
@@ -165,7 +166,10 @@ def valid_training(
         )
     rates = tuple(maker.rate() + number / 10 for number in range(1, num_runs))
     files[f"{model}/run/results.json"] = {
-        "metrics": {"train_throughput_mean_samples_per_second": mean(rates), "train_au_mean_percentage": 97.0}
+        "metrics": {
+            "train_throughput_mean_samples_per_second": fmean(rates),
+            "train_au_mean_percentage": 97.0,
+        }
         if rates
         else {}
     }
@@ -186,7 +190,7 @@ def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> R
         files |= _checkpointing(edition, model, BEGIN + RUN_TIME + FLUSH, writes=0, reads=NUM_CHECKPOINTS)
     durations = tuple(4.0 + number / 4 for number in range(NUM_CHECKPOINTS))
     files[f"{model}/results.json"] = {
-        "metrics": {f"{way}_checkpoint_duration_mean_seconds": mean(durations) for way in ("save", "load")}
+        "metrics": {f"{way}_checkpoint_duration_mean_seconds": fmean(durations) for way in ("save", "load")}
     }
     return finished(files, edition)
 
@@ -361,8 +365,8 @@ def _checkpoint_figures(begin: datetime, *, writes: int, reads: int) -> tuple[di
             stats[f"{prefix}_ckpt{number}"] = {**times, "duration": duration, "throughput": rate}
             now = end
         if count:
-            metric[f"{prefix}_checkpoint_io_mean_GB_per_second"] = mean(tuple(rates))
-            metric[f"{prefix}_checkpoint_duration_mean_seconds"] = mean(tuple(durations))
+            metric[f"{prefix}_checkpoint_io_mean_GB_per_second"] = fmean(tuple(rates))
+            metric[f"{prefix}_checkpoint_duration_mean_seconds"] = fmean(tuple(durations))
     return metric, stats
 
 

@@ -13,8 +13,6 @@ from penstock.submission.edition import load_edition
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.result_figures import (
     checkpoint_means,
-    deviation,
-    mean,
     mib_per_second,
     num_accelerators,
     read_interval,
@@ -27,11 +25,6 @@ from penstock.submission.result_files import SubmittedResult
 def read(tree: Round, store: TreeStore) -> SubmittedResult:
     (result,) = read_tree(store.write(tree), load_edition(tree.edition))
     return result
-
-
-def test_mean_and_deviation_are_of_the_population() -> None:
-    assert mean((1.0, 2.0, 6.0)) == 3.0
-    assert deviation((1.0, 3.0)) == 1.0
 
 
 def test_a_training_is_recomputed_without_its_warm_up(store: TreeStore) -> None:

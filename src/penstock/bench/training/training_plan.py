@@ -25,7 +25,7 @@ from penstock.cluster.comm import Comm
 from penstock.dataset.data_files import training_files
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
-from penstock.results.step_events import StepPhase
+from penstock.results.step_events import StepPhase, digest_samples
 from penstock.units import format_count
 from penstock.workload.enums import FileSharing, Shuffle
 from penstock.workload.spec import Workload
@@ -223,11 +223,7 @@ def require_steps(sharding: Sharding, *, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSet:
-    """A set of samples. Two sets are equal if their sizes and digests are; the order does not matter.
-
-    The digest is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
-    splitmix64. Digests of disjoint sets add up.
-    """
+    """A set of samples. Two sets are equal if their sizes and digests are."""
 
     samples: int = 0
     digest: int = 0
@@ -244,14 +240,8 @@ class SampleSet:
 def summarize_samples(items: Items, taken: Items) -> SampleSet:
     """Return the set of `taken` samples of each item. Items of which none is taken do not count."""
     counts = taken > 0
-    mixed = _mix(_mix(items[counts].astype(np.uint64)) + taken[counts].astype(np.uint64))
-    return SampleSet(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))
-
-
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return words ^ words >> np.uint64(31)
+    digest = digest_samples(items[counts].astype(np.uint64), taken[counts].astype(np.uint64))
+    return SampleSet(samples=int(taken.sum()), digest=digest)
 
 
 def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> tuple[SampleSet, SampleSet]:

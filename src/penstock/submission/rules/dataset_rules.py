@@ -16,8 +16,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.results.step_events import digest_samples
 from penstock.submission.edition import Edition
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.result_figures import num_accelerators, record_bytes
@@ -460,15 +460,8 @@ def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) ->
     for start in range(0, num_items, _CHUNK_ITEMS):
         items = np.arange(start, min(start + _CHUNK_ITEMS, num_items), dtype=np.uint64)
         sizes = np.where(items % per_file == per_file - 1, last, item_samples).astype(np.uint64)
-        total += int(_mix(_mix(items) + sizes).sum(dtype=np.uint64))
+        total += digest_samples(items, sizes)
     return total % _MODULUS
-
-
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finisher of splitmix64."""
-    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return words ^ words >> np.uint64(31)
 
 
 RULES: Final = (
