@@ -31,7 +31,6 @@ _MARGIN: Final = 1.03
 _LEAST: Final = 1.0
 """The smallest height of a bar, so that small values remain visible."""
 _SHORTEST_S: Final = 1e-6
-_MOST_POINTS: Final = 200
 _LABEL_LETTERS: Final = 12
 
 Tick = tuple[str, float]
@@ -120,7 +119,7 @@ def _bars(chart: Chart, look: Look, letters: int) -> dict[str, Any]:
     return {
         **axis,
         "shapes": shapes,
-        "x_ticks": _name_ticks(chart.names, letters),
+        "x_ticks": _name_ticks(chart.names, 12, letters),
         "x_title": chart.x_title,
     }
 
@@ -168,7 +167,7 @@ def _lines(chart: Chart, look: Look, letters: int) -> dict[str, Any]:
     count = len(chart.names)
     across, x_axis = _time_axis(chart)
     if count:
-        x_axis = {"x_ticks": _name_ticks(chart.names, letters), "x_title": chart.x_title}
+        x_axis = {"x_ticks": _name_ticks(chart.names, 12, letters), "x_title": chart.x_title}
 
     def points(one: Series) -> list[tuple[float, float]]:
         if not count:
@@ -181,33 +180,6 @@ def _lines(chart: Chart, look: Look, letters: int) -> dict[str, Any]:
     if count:
         shapes += [(f"dots {look(one)}", _dots_path(points(one)), "") for one in drawn]
     return {**axis, **x_axis, "shapes": shapes}
-
-
-def _cumulative(chart: Chart, look: Look, _: int) -> dict[str, Any]:
-    ranked = {one.name: (one, sorted(one.y)) for one in chart.series if len(one.y)}
-    low = min(max(values[0], _SHORTEST_S) for _, values in ranked.values())
-    high = max(max(values[-1], _SHORTEST_S) for _, values in ranked.values())
-    first = math.floor(math.log10(low))
-    last = max(math.ceil(math.log10(high)), first + 1)
-
-    def across(value: float) -> float:
-        return WIDTH * min(max((math.log10(max(value, _SHORTEST_S)) - first) / (last - first), 0.0), 1.0)
-
-    shapes = []
-    for one, values in ranked.values():
-        num = min(len(values), _MOST_POINTS)
-        places = sorted({round(number * (len(values) - 1) / max(1, num - 1)) for number in range(num)})
-        points = [(across(values[at]), HEIGHT * (1 - (at + 1) / len(values))) for at in places]
-        shapes.append((f"line {look(one)}", _line_path(points), ""))
-    return {
-        "height": HEIGHT,
-        "shapes": shapes,
-        "x_ticks": [
-            (_format_power(power), across(10.0**power) / WIDTH * 100) for power in range(first, last + 1)
-        ],
-        "x_title": "log",
-        "y_ticks": _value_ticks(0, 100, "%"),
-    }
 
 
 def _heat(chart: Chart, _: Look, _letters: int) -> dict[str, Any]:
@@ -226,19 +198,8 @@ def _heat(chart: Chart, _: Look, _letters: int) -> dict[str, Any]:
         **x_axis,
         "height": height * count,
         "shapes": [(look, "".join(parts), "") for look, parts in sorted(paths.items())],
-        "y_ticks": _lane_ticks([one.name for one in chart.series], 16 if height >= 14 else 12),
+        "y_ticks": _name_ticks([one.name for one in chart.series], 16 if height >= 14 else 12),
     }
-
-
-def _stack(chart: Chart, look: Look, _: int) -> dict[str, Any]:
-    whole = sum(one.y[0] for one in chart.series) or 1.0
-    shapes, left = [], 0.0
-    for one in chart.series:
-        right = left + WIDTH * one.y[0] / whole
-        if one.y[0] > 0:
-            shapes.append((look(one), _boxes_path([(left, right, 0, 24)]), ""))
-        left = right
-    return {"height": 24, "shapes": shapes}
 
 
 def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
@@ -273,7 +234,7 @@ def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
         "height": height,
         "shapes": shapes,
         "x_ticks": [(f"{tick:,.6g}", across(tick) / WIDTH * 100) for tick in ticks],
-        "y_ticks": _lane_ticks(names, len(names)),
+        "y_ticks": _name_ticks(names, math.inf),
     }
 
 
@@ -307,7 +268,7 @@ def _lanes(chart: Chart, look: Look, _: int) -> dict[str, Any]:
         **x_axis,
         "height": height * len(chart.names),
         "shapes": [(look(one), _boxes_path(boxes(one)), "") for one in chart.series if len(one.y)],
-        "y_ticks": _lane_ticks(chart.names, 24 if height > 10 else 16),
+        "y_ticks": _name_ticks(chart.names, 24 if height > 10 else 16),
     }
 
 
@@ -329,8 +290,6 @@ _PLOTS: Final[Mapping[Kind, Callable[[Chart, Look, int], dict[str, Any]]]] = {
     Kind.LAYERS: _layers,
     Kind.LINES: _lines,
     Kind.HEAT: _heat,
-    Kind.STACK: _stack,
-    Kind.CUMULATIVE: _cumulative,
     Kind.DOTS: _dots,
     Kind.LANES: _lanes,
     Kind.SPANS: _spans,
@@ -401,25 +360,15 @@ def choose_ticks(low: float, high: float, num: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _name_ticks(names: Sequence[str], letters: int) -> list[Tick]:
-    """Put names at the centers of their places, but only every second, third, ... if they would overlap."""
-    every = max(-(-len(names) // 12), -(-sum(map(len, names)) // letters), 1)
+def _name_ticks(names: Sequence[str], most: float, letters: float = math.inf) -> list[Tick]:
+    """Put names at the centers of their places, but only every second, third, ... if they would overlap.
+
+    At most `most` names of about `letters` letters in all fit.
+    """
+    every = max(math.ceil(len(names) / most), math.ceil(sum(map(len, names)) / letters), 1)
     return [
         (name, 100 * (number + 0.5) / len(names)) for number, name in enumerate(names) if number % every == 0
     ]
-
-
-def _lane_ticks(names: Sequence[str], most: int) -> list[Tick]:
-    every = max(-(-len(names) // max(most, 1)), 1)
-    return [
-        (name, 100 * (number + 0.5) / len(names)) for number, name in enumerate(names) if number % every == 0
-    ]
-
-
-def _format_power(power: int) -> str:
-    if power >= 0:
-        return f"{10**power:,} s"
-    return f"{10 ** (power % 3):,} {('ms', 'µs', 'ns')[-(power // 3) - 1]}"
 
 
 def _spread_marks(lines: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:

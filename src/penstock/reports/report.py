@@ -45,12 +45,6 @@ class Kind(StrEnum):
     """Values `y` at times `x`. If the chart has `names`, `y` is drawn at their numbers, with dots."""
     HEAT = "heat"
     """One row for each series: values `y` from `x` to `ends` as tones; `y_end` has the full tone."""
-    STACK = "stack"
-    """One bar, whose parts are the single value of each series."""
-    CUMULATIVE = "cumulative"
-    """For each value on a logarithmic axis, the percentage of each series' values (in seconds) that do not
-    exceed it.
-    """
     DOTS = "dots"
     """Values `y` along the horizontal axis, one row for each of the `names`; `x` has the rows (default: 0, 1,
     ...).
@@ -170,7 +164,6 @@ class Section:
 class Trouble:
     """A problem of a run, and its remedy. `since` is when it began, if not at the start."""
 
-    kind: str
     says: str
     to_do: str
     since: str = ""

@@ -171,7 +171,6 @@ def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
     if wrong:
         first = next(one["wrong"][0] for one in all_rounds if one["wrong"])
         yield Trouble(
-            "wrong bytes",
             f"{wrong} chunks do not hold what was written, the first at byte {first['offset']:,} of "
             f"{first['key']}.",
             "Do not trust this storage with checkpoints before the cause is found.",
@@ -181,10 +180,10 @@ def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
     if warm:
         reads = f"{len(warm)} of {len(run.rounds['read'])} reads"
         says = f"{reads} came from the page cache: up to {max(warm):.0%} of their bytes."
-        yield Trouble("page cache", says, to_do)
+        yield Trouble(says, to_do)
     for delivery in run.record.deliveries:
         if delivery.verdict is ReconciliationVerdict.FAIL and not warm:
-            yield Trouble("page cache", f"Not all bytes came from storage: {delivery.why}.", to_do)
+            yield Trouble(f"Not all bytes came from storage: {delivery.why}.", to_do)
     for name in _DOING:
         # While all ranks wait for one, the total throughput is low as well, so only the rank is named.
         yield from list(_late_rank(run, name)) or _slower_from_then_on(run, name)
@@ -202,7 +201,6 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
     if after < _SLOWER * before:
         at, doing = format_seconds(float(run.edges[moving[split]])), _DOING[direction]
         yield Trouble(
-            "slower",
             f"From {at} on {doing} fell from {format_rate(before)} to {format_rate(after)}.",
             "Look for a write cache that was full then, for throttling, or for other users of the storage.",
             since=f"{at} after the first byte ({doing})",
@@ -223,7 +221,6 @@ def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     others = float(np.median(np.delete(mean, last)))
     if mean[last] >= _LATE * others and mean[last] - others > _ONE_BUCKET_S:
         yield Trouble(
-            "slow rank",
             f"Rank {last} is {_DOING[direction]} for {format_seconds(float(mean[last]))} a checkpoint, the "
             f"others for {format_seconds(others)}: all of them wait for it.",
             f"Look at rank {last}'s path to storage, and whether it has more to move.",
@@ -256,20 +253,13 @@ def _highlights(run: CheckpointRun) -> Iterator[Chart]:
         ],
         note=f"means of {format_seconds(float(run.edges[1]))}, pauses included",
     )
-    keys: list[tuple[str, str, Tone]] = [
-        ("set-up", "setup_s", "light"),
-        ("moving bytes", "pipeline_s", "dark"),
-        ("making durable", "drain_s", "doubt"),
-    ]
-    parts = [(part, tone, sum(one[key] for one in run.rounds["write"])) for part, key, tone in keys]
-    whole = sum(spent_s for _, _, spent_s in parts) or 1.0
-    yield Chart(
-        kind=Kind.STACK,
-        title="Until a written checkpoint is durable",
-        run=name,
-        series=[Series(name=part, tone=tone, y=[spent_s]) for part, tone, spent_s in parts],
-        note=", ".join(f"{part} {format_seconds(spent)} ({spent / whole:.0%})" for part, _, spent in parts),
+    keys = {"set-up": "setup_s", "moving bytes": "pipeline_s", "making durable": "drain_s"}
+    spent = {part: sum(one[key] for one in run.rounds["write"]) for part, key in keys.items()}
+    whole = sum(spent.values()) or 1.0
+    note = ", ".join(
+        f"{part} {format_seconds(part_s)} ({part_s / whole:.0%})" for part, part_s in spent.items()
     )
+    yield bar_chart("Until a written checkpoint is durable", name, spent, "s", note=note)
 
 
 def _sections(run: CheckpointRun) -> Iterator[Section]:

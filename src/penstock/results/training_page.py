@@ -210,7 +210,6 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
     yield from _from_memory(run)
     if run.ceiling is not None and run.ceiling["au_compat"] < run.asked_percent:
         yield Trouble(
-            "client",
             f"On storage that costs nothing this client reaches AU {run.ceiling['au_compat']:.1f} %: no "
             f"storage can give it {run.asked_percent:.0f} %.",
             _REMEDIES[Bottleneck.CLIENT_CPU],
@@ -226,7 +225,6 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
     shift = run.shift
     if shift is not None and shift.after_s > shift.before_s:
         yield Trouble(
-            "slower",
             f"From {format_seconds(shift.at_s)} on (epoch {shift.epoch}, step {shift.step}) a step waits "
             f"{format_seconds(shift.after_s)} for samples instead of {format_seconds(shift.before_s)}.",
             "Look at what else used the storage then: other jobs, a rebuild, a full cache or write buffer.",
@@ -239,7 +237,6 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
     )
     if times is not None and busy >= BUSY and not run.passed and not awaits_samples:
         yield Trouble(
-            "processors",
             f"The hosts' CPUs were busy {busy:.0%} of the time.",
             "Use fewer ranks for each host, or hosts with more cores.",
         )
@@ -258,12 +255,12 @@ def _from_memory(run: TrainingRun) -> Iterator[Trouble]:
                 f"delivered {format_bytes(delivered)} of {format_bytes(asked)}. This is not the storage's "
                 "speed."
             )
-            yield Trouble("page cache", says, to_do)
+            yield Trouble(says, to_do)
             return
     share = resident_share(run.stages.get("epochs", []))
     if share > FROM_MEMORY:
         says = f"Up to {share:.0%} of the data set stayed in the page cache before an epoch."
-        yield Trouble("page cache", says, to_do)
+        yield Trouble(says, to_do)
 
 
 def _slow_rank(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
@@ -279,7 +276,6 @@ def _slow_rank(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
                 (each.clock.host for each in ranks if each.clock.rank == skew.slowest_rank), "its host"
             )
             return Trouble(
-                "slow rank",
                 f"Rank {skew.slowest_rank} on {host} {does} {format_seconds(skew.slowest_s)} a step, the "
                 f"usual rank {format_seconds(usual_s)}: all others wait for it.",
                 f"Look at rank {skew.slowest_rank}'s path to storage and what else its host does, or leave "
@@ -300,7 +296,6 @@ def _too_few_readers(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
         return None
     named = "The only reader of each rank was" if readers == 1 else f"All {readers} readers of each rank were"
     return Trouble(
-        "readers",
         f"{named} busy {min(busy, 1.0):.0%} of the time: the storage is never asked for more at once.",
         f"Raise reader.read_threads ({readers} now) until AU stops rising; `penstock storage probe "
         f"{shlex.quote(run.storage_uri)}` says whether the storage has more to give.",
@@ -361,20 +356,17 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         yield Section(name="waits", title=title, text=[f"{waits['answer']}."], charts=[chart])
     if figures and figures.times:
         shares = figures.times.shares
-        parts: list[tuple[str, Tone, float]] = [
-            ("computation", "full", shares.compute),
-            ("waiting for samples", "bad", shares.wait),
-            ("held up by other ranks' samples", "dark", shares.held_up),
-            ("other barriers", "doubt", shares.barrier),
-            ("between steps", "faint", shares.harness),
-        ]
-        chart = Chart(
-            kind=Kind.STACK,
-            title="Time of all accelerators",
-            run=run.record.id,
-            series=[Series(name=name, tone=tone, y=[share]) for name, tone, share in parts],
-            note=", ".join(f"{name} {share:.1%}" for name, _, share in parts),
-        )
+        parts = {
+            "computation": shares.compute,
+            "waiting for samples": shares.wait,
+            "held up by other ranks' samples": shares.held_up,
+            "other barriers": shares.barrier,
+            "between steps": shares.harness,
+        }
+        percents = {name: 100 * share for name, share in parts.items()}
+        note = ", ".join(f"{name} {percent:.1f} %" for name, percent in percents.items())
+        title = "Time of all accelerators"
+        chart = bar_chart(title, run.record.id, percents, "%", y_end=100, note=note)
         yield Section(
             name="time",
             title="Where the accelerators' time went",
@@ -429,19 +421,6 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
         x_end=run.steps.end_s,
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
-    steps = np.concatenate([rank.steps for rank in run.steps.ranks])
-    series = [
-        Series(name="wait", y=wait_ns(steps) / 1e9, tone="light"),
-        Series(name="read", y=steps["read_ns"] / 1e9, tone="dark"),
-    ]
-    if series := [each for each in series if np.any(each.y)]:
-        yield Chart(
-            kind=Kind.CUMULATIVE,
-            title="Share of steps by their duration",
-            run=run.record.id,
-            series=series,
-            note="with the first steps of epochs, which the times of a step leave out",
-        )
 
 
 def _bytes(run: TrainingRun) -> Iterator[Chart]:

@@ -126,20 +126,6 @@ def test_a_heat_map_has_a_row_for_each_series_and_fuller_tones_for_more() -> Non
     assert drawing.legend == {}
 
 
-def test_the_parts_of_a_stack_fill_it() -> None:
-    drawing = drawn(chart_of(Kind.STACK, Series(name="a", y=[1.0]), Series(name="b", y=[3.0], tone="bad")))
-    found = [boxes(path)[0] for _, path, _ in drawing.shapes]
-    assert [(box[0], box[2]) for box in found] == [(0, WIDTH / 4), (WIDTH / 4, WIDTH)]
-
-
-def test_a_cumulative_line_rises_to_all_of_its_values() -> None:
-    drawing = drawn(chart_of(Kind.CUMULATIVE, Series(name="wait", y=[0.001 * n for n in range(1, 1001)])))
-    found = points(drawing.shapes[0][1])
-    assert found == sorted(found, key=lambda point: (point[0], -point[1]))
-    assert found[-1][1] == 0
-    assert [text for text, _ in drawing.x_ticks] == ["1 ms", "10 ms", "100 ms", "1 s"]
-
-
 @given(numbers=st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=8))
 def test_every_value_is_a_dot_inside_of_the_drawing(numbers: list[float]) -> None:
     mean = sum(numbers) / len(numbers)
