@@ -226,9 +226,7 @@ def _phases(rank: RankEvents) -> list[Phase]:
     if checkpoints and not blocks:  # a run without training
         epochs = []
     ended = {span.epoch for span in epochs}
-    phases = [
-        ((span.kind, span.epoch, span.block, span.step), span.start_ns, span.end_ns) for span in checkpoints
-    ]
+    phases = [(span.place, span.start_ns, span.end_ns) for span in checkpoints]
     for span in (*epochs, *(block for block in blocks if block.epoch not in ended)):
         inner = [one for one in checkpoints if span.start_ns <= one.start_ns and one.end_ns <= span.end_ns]
         starts_ns = (span.start_ns, *(one.end_ns for one in inner))

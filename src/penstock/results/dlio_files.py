@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from penstock.results.step_events import (
     RankEvents,
     SpanEvent,
     SpanKind,
+    SpanPlace,
     StepBlock,
     StepPhase,
     compute_ns,
@@ -64,28 +66,21 @@ class DlioOutputs:
         return int(self.data_gib_per_host < host.memory_bytes / GIB)
 
 
-CheckpointKey = tuple[int, int, int, int]
-"""A checkpoint's kind, epoch, block and step."""
-CheckpointSizes = Mapping[CheckpointKey, int]
+CheckpointSizes = Mapping[SpanPlace, int]
 """The bytes of each checkpoint over all ranks."""
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
-    sizes: Counter[CheckpointKey] = Counter()
+    sizes: Counter[SpanPlace] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):
-            sizes[span.kind, span.epoch, span.block, span.step] += span.size_bytes
+            sizes[span.place] += span.size_bytes
     return sizes
 
 
-def _checkpoints(
-    rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes
-) -> Iterator[tuple[SpanEvent, float, float]]:
-    """Yield each checkpoint of one rank: its span, its seconds, and all ranks' GiB divided by its seconds."""
-    for span in rank.spans_of(kind):
-        duration_s = (span.end_ns - span.start_ns) / 1e9
-        gib = sizes[span.kind, span.epoch, span.block, span.step] / GIB
-        yield span, duration_s, gib / duration_s if duration_s > 0 else 0.0
+def _checkpoint_rate(span: SpanEvent, sizes: CheckpointSizes) -> float:
+    """Return all ranks' GiB of a checkpoint divided by one rank's seconds."""
+    return sizes[span.place] / GIB / span.elapsed_s if span.elapsed_s > 0 else 0.0
 
 
 def dlio_date(moment: datetime) -> str:
@@ -145,14 +140,12 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
         # A checkpoint takes as long as its slowest rank, because it is done only when all ranks are.
         # DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes rank 0 wait for
         # them.
-        slowest: dict[CheckpointKey, tuple[float, float]] = {}
-        for rank in run.ranks:
-            for span, duration_s, gib_per_s in _checkpoints(rank, kind, sizes):
-                key = (span.kind, span.epoch, span.block, span.step)
-                slowest[key] = max(slowest.get(key, (-1.0, 0.0)), (duration_s, gib_per_s))
+        slowest: dict[SpanPlace, SpanEvent] = {}
+        for span in (span for rank in run.ranks for span in rank.spans_of(kind)):
+            slowest[span.place] = max(slowest.get(span.place, span), span, key=attrgetter("elapsed_s"))
         if slowest:
-            duration = mean_and_stdev([duration_s for duration_s, _ in slowest.values()])
-            speed = mean_and_stdev([gib_per_s for _, gib_per_s in slowest.values()])
+            duration = mean_and_stdev([span.elapsed_s for span in slowest.values()])
+            speed = mean_and_stdev([_checkpoint_rate(span, sizes) for span in slowest.values()])
             values |= {
                 f"{prefix}_checkpoint_io_mean_GB_per_second": speed.mean,
                 f"{prefix}_checkpoint_io_stdev_GB_per_second": speed.stdev,
@@ -163,29 +156,32 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
     return values
 
 
+_METRICS: Final = (
+    ("Training Accelerator Utilization [AU] (%)", "train_au_{}_percentage", ".4f"),
+    ("Training Throughput (samples/second)", "train_throughput_{}_samples_per_second", ".4f"),
+    ("Training I/O Throughput (MiB/second)", "train_io_{}_MB_per_second", ".4f"),
+    ("train_au_meet_expectation", "train_au_meet_expectation", ""),
+    ("Checkpoint save duration (seconds)", "save_checkpoint_duration_{}_seconds", ".4f"),
+    ("Checkpoint save I/O Throughput (GiB/second)", "save_checkpoint_io_{}_GB_per_second", ".4f"),
+    ("Checkpoint load duration (seconds)", "load_checkpoint_duration_{}_seconds", ".4f"),
+    ("Checkpoint load I/O Throughput (GiB/second)", "load_checkpoint_io_{}_GB_per_second", ".4f"),
+    ("Eval Accelerator Utilization [AU] (%)", "eval_au_{}_percentage", ".4f"),
+    ("Eval Throughput (samples/second)", "eval_throughput_{}_samples_per_second", ".6f"),
+    ("Eval Throughput (MiB/second)", "eval_io_{}_MB_per_second", ".6f"),
+    ("eval_au_meet_expectation", "eval_au_meet_expectation", ""),
+)
+"""DLIO's titles of its metrics, their keys with a place for `mean` and `stdev`, and the format of numbers."""
+
+
 def metric_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the lines that DLIO prints at the end of a run, and that other programs parse."""
     values = document["metric"]
     lines = [_RULE, f"[METRIC] Number of Simulated Accelerators: {document['num_accelerators']} "]
-
-    def add(title: str, key: str, unit: str, digits: int = 4) -> None:
-        if f"{key}_mean_{unit}" in values:
-            mean, stdev = values[f"{key}_mean_{unit}"], values[f"{key}_stdev_{unit}"]
-            lines.append(f"[METRIC] {title}: {mean:.{digits}f} ({stdev:.{digits}f})")
-
-    def add_phase(prefix: str, title: str, io_title: str, digits: int) -> None:
-        add(f"{title} Accelerator Utilization [AU] (%)", f"{prefix}_au", "percentage")
-        add(f"{title} Throughput (samples/second)", f"{prefix}_throughput", "samples_per_second", digits)
-        add(f"{io_title} (MiB/second)", f"{prefix}_io", "MB_per_second", digits)
-        if f"{prefix}_au_meet_expectation" in values:
-            lines.append(f"[METRIC] {prefix}_au_meet_expectation: {values[f'{prefix}_au_meet_expectation']}")
-
-    add_phase("train", "Training", "Training I/O Throughput", 4)
-    for prefix in PREFIXES.values():
-        key = f"{prefix}_checkpoint"
-        add(f"Checkpoint {prefix} duration (seconds)", f"{key}_duration", "seconds")
-        add(f"Checkpoint {prefix} I/O Throughput (GiB/second)", f"{key}_io", "GB_per_second")
-    add_phase("eval", "Eval", "Eval Throughput", 6)
+    for title, key, digits in _METRICS:
+        mean, stdev = (values.get(key.format(kind)) for kind in ("mean", "stdev"))
+        if mean is not None:
+            text = f"{mean:{digits}} ({stdev:{digits}})" if digits else mean
+            lines.append(f"[METRIC] {title}: {text}")
     return [*lines, _RULE]
 
 
@@ -242,9 +238,9 @@ def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, 
             **{key: dates(block.start_ns, block.end_ns) for key, _, block in _blocks(rank, span.epoch)},
         }
     for kind, prefix in PREFIXES.items():
-        for span, duration_s, gib_per_s in _checkpoints(rank, kind, sizes):
+        for span in rank.spans_of(kind):
             entry = dates(span.start_ns, span.end_ns)
-            entry |= {"duration": duration_s, "throughput": gib_per_s}
+            entry |= {"duration": span.elapsed_s, "throughput": _checkpoint_rate(span, sizes)}
             stats.setdefault(str(span.epoch), {})[f"{prefix}_ckpt{span.block}"] = entry
     return stats
 
@@ -359,11 +355,11 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
             dated += [(block.end_ns, text) for text in _rate_lines(run, block, StepPhase.EVAL, title)]
     sizes = checkpoint_sizes(run.ranks)
     for kind, doing in ((SpanKind.SAVE, "saving"), (SpanKind.LOAD, "loading")):
-        for span, duration_s, gib_per_s in _checkpoints(first, kind, sizes):
+        for span in first.spans_of(kind):
             which = f"checkpoint {span.block}"
             begun = f"Starting {doing} {which} after total step {span.step} for epoch {span.epoch}"
-            done = f"Finished {doing} {which} for epoch {span.epoch} in {duration_s:.4f} s; "
-            done += f"Throughput: {gib_per_s:.4f} GiB/s"
+            done = f"Finished {doing} {which} for epoch {span.epoch} in {span.elapsed_s:.4f} s; "
+            done += f"Throughput: {_checkpoint_rate(span, sizes):.4f} GiB/s"
             dated += [(span.start_ns, begun), (span.end_ns, done)]
     # Sorting is stable, so lines with the same time keep their order.
     for moment_ns, text in sorted(dated, key=lambda line: line[0]):

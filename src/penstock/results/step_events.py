@@ -60,6 +60,10 @@ class StepEvent(NamedTuple):
     decode_ns: int = 0
 
 
+SpanPlace = tuple[int, int, int, int]
+"""A span's kind, epoch, block and step."""
+
+
 class SpanEvent(NamedTuple):
     """A period longer than a step.
 
@@ -74,6 +78,16 @@ class SpanEvent(NamedTuple):
     start_ns: int
     end_ns: int
     size_bytes: int = 0
+
+    @property
+    def place(self) -> SpanPlace:
+        """The span's place in the run, which is the same for all ranks."""
+        return self.kind, self.epoch, self.block, self.step
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time from the span's beginning to its end."""
+        return (self.end_ns - self.start_ns) / 1e9
 
 
 STEP_TYPE: Final = np.dtype([(name, "<i8") for name in StepEvent._fields])
