@@ -29,7 +29,7 @@ from penstock.results.history import (
     select_runs,
 )
 from penstock.results.run_comparison import RunSummary
-from penstock.units import format_bytes, format_count, format_number, format_rate, format_seconds
+from penstock.units import format_bytes, format_number, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.results.phase_figures import PhaseFigures
@@ -121,16 +121,7 @@ def _headline(run: RunSummary) -> str:
     """Return the main figures of a run: accelerator utilization, or the rates of writing and reading."""
     rates = _say_rates(run)
     if run.au_compat_percent is None:
-        command = f"`penstock results show {shlex.quote(run.folder)}`"
-        if rates or run.outcome == "finished":
-            return rates or f"figures: {command}"
-        from penstock.results.event_files import read_spool, spool_path
-        from penstock.results.step_events import StepPhase
-
-        epochs = 0
-        with suppress(StorageError):  # a run that ended too early has no events
-            epochs = len(read_spool(spool_path(Path(run.folder), 0)).epochs(StepPhase.TRAIN))
-        return f"figures of {format_count(epochs, 'epoch')}: {command}" if epochs else "no figures"
+        return rates or f"details: `penstock results show {shlex.quote(run.folder)}`"
     compat, strict = (
         "-" if percent is None else f"{percent:.2f} %"
         for percent in (run.au_compat_percent, run.au_strict_percent)

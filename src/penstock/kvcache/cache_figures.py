@@ -19,12 +19,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import ObjectNotFound, StorageError
 from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
+from penstock.results.published_files import read_json
 from penstock.results.run_folder import MEASURED_FILES
-from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes
 
 _SUB_BITS: Final = 8
@@ -377,26 +376,7 @@ _FIGURES: Final[Mapping[str, tuple[str, ...]]] = {
 
 def read_cache_run(folder: Path) -> dict[str, Any]:
     """Read the document of the run in a folder."""
-    path = folder / FILE
-    try:
-        document = parse_json(read_document(path))
-    except FileNotFoundError as error:
-        raise ObjectNotFound(
-            "This folder has no run of `penstock kvcache` that finished",
-            uri=str(path),
-            fix="Name a run's folder.",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise StorageError(
-            f"This folder has no run of `penstock kvcache`: {error}",
-            uri=str(path),
-            fix="Name a run's folder.",
-        ) from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
-        raise StorageError(
-            "This run has a different format", uri=str(path), fix="Read it with the version that wrote it."
-        )
-    return document
+    return read_json(folder / FILE, formats=[FORMAT_VERSION])
 
 
 def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:

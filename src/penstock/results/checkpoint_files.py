@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from penstock.errors import StorageError
+from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.parquet_tables import WORDS, open_table, publishing_table
+from penstock.results.published_files import read_json
 from penstock.results.run_folder import CHECKPOINTS_FILE
-from penstock.storage.files.local_files import parse_json, read_document
 
 FORMAT_VERSION: Final = 1
 """The format of both files, incremented whenever a key or column is renamed or changes its meaning."""
@@ -47,25 +47,16 @@ def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
     """
     path = folder / CHECKPOINTS_FILE
     try:
-        document = parse_json(read_document(path))
-    except FileNotFoundError:
+        document = read_json(path, formats=[FORMAT_VERSION])
+    except ObjectNotFound:
         return None
-    except (OSError, ValueError) as error:
-        raise StorageError(f"Cannot read these figures: {error}", uri=str(path)) from error
-    version = document.get("format") if isinstance(document, dict) else None
-    if version != FORMAT_VERSION:
-        raise StorageError(
-            f"These figures have format {version}, not {FORMAT_VERSION}",
-            uri=str(path),
-            fix="Read them with the version of Penstock that wrote them.",
-        )
     checked = [("", document, _DOCUMENT)]
     checked += [(f"{name}.", document.get(name), _DIRECTION) for name in ("write", "read")]
     for where, part, keys in checked:
         for key, kind in keys.items() if isinstance(part, dict) else ():
             if not isinstance(part.get(key), kind):
                 raise StorageError(f"This is not as Penstock writes it: {where}{key}", uri=str(path))
-    return document  # type: ignore[no-any-return]
+    return document
 
 
 def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Write files atomically, those of a run's folder and others: a reader never sees half a file.
+"""Write files atomically, those of a run's folder and others, and read documents of runs.
+
+A reader never sees half a file.
 
 The commit protocol (temporary file, fsync, rename) is the file storage's.
 """
@@ -7,15 +9,15 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage.files.file_storage import open_local
-from penstock.storage.files.local_files import OF_SHELL, replace_durably
+from penstock.storage.files.local_files import OF_SHELL, parse_json, read_document, replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.storage.protocol import write_object
 
@@ -36,6 +38,27 @@ def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:
     NaN and infinity, which JSON lacks, raise `ValueError`.
     """
     write_text(folder, name, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, *, formats: Collection[int] = (), has_nan: bool = False) -> dict[str, Any]:
+    """Read a document of a run, which must have one of these formats, if any are given.
+
+    Raises `ObjectNotFound` if it is missing, and `StorageError` if it cannot be read.
+    """
+    try:
+        document = parse_json(read_document(path), has_nan=has_nan)
+    except FileNotFoundError as error:
+        raise ObjectNotFound(f"This folder has no {path.name}", uri=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise StorageError(f"Cannot read this run: {error}", uri=str(path)) from error
+    version = document.get("format") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or (formats and version not in formats):
+        raise StorageError(
+            f"This run has format {version}, not {max(formats, default=1)}",
+            uri=str(path),
+            fix="Read it with the version of Penstock that wrote it.",
+        )
+    return document
 
 
 @contextmanager

@@ -6,7 +6,7 @@ folders; if runs are not comparable, their figures are shown only together with 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,10 @@ import yaml
 from penstock.errors import StorageError, name_some
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 from penstock.results.checkpoint_files import read_checkpoints
+from penstock.results.published_files import read_json
 from penstock.results.run_folder import MEASURED_FILES, RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
-from penstock.storage.files.local_files import parse_json, read_document
+from penstock.storage.files.local_files import read_document
 from penstock.units import format_rate
 from penstock.workload.settings import dotted, flatten
 from penstock.workload.strict_yaml import limit_values
@@ -53,11 +54,11 @@ class RunSummary:
     ranks: int | None
     outcome: str
     why: str
-    au_compat_percent: float | None
+    au_compat_percent: float | None = None
     au_strict_percent: float | None = None
-    samples_per_s_compat: float | None
+    samples_per_s_compat: float | None = None
     samples_per_s_strict: float | None = None
-    io_compat_mib_per_s: float | None
+    io_compat_mib_per_s: float | None = None
     read_bytes: int | None = None
     read_bytes_per_s: float | None = None
     bottleneck: str | None = None
@@ -142,15 +143,13 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
 
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
     train, checkpoints = record.train, read_checkpoints(folder) or {}
-    strict = train.au_strict_percent if train else None
     kind = record.plan.get("kind", "training")
     moved: Mapping[str, Any] = checkpoints
     asked = {key: record.plan[key] for key in _ASKED if key in record.plan}
     if kind in MEASURED_FILES:  # the user chose all of the plan
         asked = {key: value for key, value in record.plan.items() if key not in ("kind", "uri")}
         moved = _read_rates(folder / MEASURED_FILES[kind])
-    found = train.verdict.bottleneck.value if train and train.verdict else checkpoints.get("bottleneck")
-    return RunSummary(
+    summary = RunSummary(
         id=record.id,
         folder=str(folder),
         kind="penstock",
@@ -159,20 +158,26 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         ranks=record.ranks,
         outcome=record.outcome.value,
         why=record.why,
-        au_compat_percent=train.au_compat_percent.mean if train else None,
-        au_strict_percent=strict.mean if strict else None,
-        samples_per_s_compat=train.samples_per_s_compat.mean if train else None,
-        samples_per_s_strict=train.samples_per_s_strict if train else None,
-        io_compat_mib_per_s=train.io_compat_mib_per_s.mean if train else None,
-        read_bytes=train.read_bytes if train else None,
-        read_bytes_per_s=train.read_bytes_per_s if train else None,
-        bottleneck=found,
+        bottleneck=checkpoints.get("bottleneck"),
         write_gib_per_s=(moved.get("write") or {}).get("gib_per_s"),
         read_gib_per_s=(moved.get("read") or {}).get("gib_per_s"),
         settings=_settings({**record.workload, **asked, "seeds": record.seeds}),
         notes=record.remarks,
         is_own_loader=_LOADER in record.plan,
         penstock_version=record.penstock_version,
+    )
+    if train is None:
+        return summary
+    return replace(
+        summary,
+        au_compat_percent=train.au_compat_percent.mean,
+        au_strict_percent=train.au_strict_percent.mean if train.au_strict_percent else None,
+        samples_per_s_compat=train.samples_per_s_compat.mean,
+        samples_per_s_strict=train.samples_per_s_strict,
+        io_compat_mib_per_s=train.io_compat_mib_per_s.mean,
+        read_bytes=train.read_bytes,
+        read_bytes_per_s=train.read_bytes_per_s,
+        bottleneck=train.verdict.bottleneck.value if train.verdict else summary.bottleneck,
     )
 
 
@@ -182,12 +187,12 @@ def _read_rates(path: Path) -> dict[str, Any]:
     For a probe, these are the best rates of each operation.
     """
     try:
-        document = parse_json(read_document(path))
+        document = read_json(path)
         found: dict[str, Any] = {name: document.get(name) for name in ("write", "read")}
         for one in document.get("measurements", ()):
             best = found.get(one["op"]) or one
             found[one["op"]] = max(best, one, key=lambda each: each["gib_per_s"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (StorageError, TypeError, KeyError, AttributeError):
         return {}  # the run did not finish
     return found
 
@@ -200,13 +205,7 @@ def _summarize_dlio(folder: Path) -> RunSummary:
 
     Missing figures are noted, never guessed.
     """
-    path = folder / SUMMARY_FILE
-    try:
-        summary = parse_json(read_document(path), has_nan=True)
-    except (OSError, ValueError) as error:
-        raise StorageError(f"Cannot read this summary: {error}", uri=str(path)) from error
-    if not isinstance(summary, dict):
-        raise StorageError("Not a summary of a run", uri=str(path))
+    summary = read_json(folder / SUMMARY_FILE, has_nan=True)
     metric = summary["metric"] if isinstance(summary.get("metric"), dict) else {}
     missing = [key for key in _EXPECTED if key not in summary]
     notes = [f"summary.json has no {', '.join(missing)}"] if missing else []
@@ -289,6 +288,14 @@ def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 _NOTICED: Final = 0.03
 """Figures that differ by less count as equal."""
+
+_VERDICTS: Final = {
+    (False, False): ("alike", Look.PLAIN),
+    (False, True): ("faster", Look.GOOD),
+    (True, False): ("slower", Look.BAD),
+    (True, True): ("mixed", Look.PLAIN),
+}
+"""The verdict and its look, by whether some run is slower, and some run is faster, than the first."""
 
 _CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, float]]] = {
     "AU": ("au_compat_percent", 1, "{:.2f} %".format, "%", 100),
@@ -382,14 +389,9 @@ def _banner(
         verdict, look = "not comparable", Look.DOUBT
     elif not changes:
         verdict, look = "no figures", Look.DOUBT
-    elif all(abs(change) < _NOTICED for change in changes):
-        verdict, look = "alike", Look.PLAIN
-    elif all(change > -_NOTICED for change in changes):
-        verdict, look = "faster", Look.GOOD
-    elif all(change < _NOTICED for change in changes):
-        verdict, look = "slower", Look.BAD
     else:
-        verdict, look = "mixed", Look.PLAIN
+        is_slower, is_faster = min(changes) <= -_NOTICED, max(changes) >= _NOTICED
+        verdict, look = _VERDICTS[is_slower, is_faster]
     differing = [difference["key"] for difference in (*comparison.obstacles, *comparison.varied)]
     return Banner(
         verdict=verdict,

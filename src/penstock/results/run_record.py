@@ -21,7 +21,7 @@ from penstock.errors import StorageError
 from penstock.results import provenance, run_folder
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
-from penstock.storage.files.local_files import parse_json, read_document
+from penstock.results.published_files import read_json
 from penstock.units import format_seconds
 from penstock.workload.settings import dotted
 from penstock.workload.spec import Workload, read_workload
@@ -120,28 +120,16 @@ def format_record(record: RunRecord) -> bytes:
 def read_record(folder: Path) -> RunRecord:
     """Read the record in a run's folder, with its current outcome: a dead run counts as interrupted."""
     path = folder / run_folder.RUN_FILE
+    document = read_json(path, formats=_READABLE)
+    silence_s = time.time() - path.stat().st_mtime
     try:
-        content = read_document(path)
-        silence_s = time.time() - path.stat().st_mtime
-        document = parse_json(content)
-        version = document.get("format") if isinstance(document, dict) else None
-        if version not in _READABLE:
-            raise StorageError(
-                f"This run has format {version}, not {FORMAT_VERSION}",
-                uri=str(path),
-                fix="Read it with the version of Penstock that wrote it.",
-            )
-        record = _adapter().validate_json(content)
+        record = _adapter().validate_python(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise StorageError(
             f"run.json is not as Penstock writes it: {place} {first['msg']}", uri=str(path)
         ) from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"Cannot read this run: {error}", uri=str(path)) from error
     return as_of_now(record, silence_s)
 
 

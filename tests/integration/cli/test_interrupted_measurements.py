@@ -84,7 +84,7 @@ def test_a_checkpoint_run_shows_the_checkpoints_that_are_finished(
     assert f"written with {rate}" in answers["How much"]
 
 
-def test_ls_counts_the_finished_epochs_of_a_training_run(
+def test_ls_names_the_command_that_shows_an_unfinished_training_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["x"])
@@ -100,4 +100,4 @@ def test_ls_counts_the_finished_epochs_of_a_training_run(
             spool.append(events.spans)
         raise KeyboardInterrupt
     assert main(["results", "ls", str(tmp_path)]) == 0
-    assert f"figures of 1 epoch: `penstock results show {run.folder}`" in capsys.readouterr().out
+    assert f"details: `penstock results show {run.folder}`" in capsys.readouterr().out

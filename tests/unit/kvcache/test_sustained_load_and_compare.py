@@ -103,5 +103,5 @@ def test_comparison_orders_rates_down_and_times_up(
     assert "not comparable" in page.read_text()
     assert "is best" not in page.read_text()
     assert "cannot be compared" in capsys.readouterr().err
-    with pytest.raises(StorageError, match="no run"):
+    with pytest.raises(StorageError, match=r"no kvcache\.json"):
         read_cache_run(tmp_path)

@@ -59,7 +59,7 @@ def test_another_file_is_refused_with_its_place(tmp_path: Path, changes: dict[st
 
 def test_invalid_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints.json").write_text("[1")
-    with pytest.raises(StorageError, match="Cannot read these figures"):
+    with pytest.raises(StorageError, match="Cannot read this run"):
         read_checkpoints(tmp_path)
 
 
