@@ -445,6 +445,8 @@ def compare(
 
 
 def _view_comparison(comparison: RunComparison) -> View:
+    from penstock.results.run_comparison import difference_rows, figure_rows
+
     names = [str(position) for position, _ in enumerate(comparison.runs, start=1)]
     for name, run in zip(names, comparison.runs, strict=True):
         yield f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}"
@@ -455,18 +457,5 @@ def _view_comparison(comparison: RunComparison) -> View:
         ("Set differently", comparison.varied),
     ):
         if differences:
-            rows = [
-                {"key": each["key"], **dict(zip(names, map(str, each["values"]), strict=True))}
-                for each in differences
-            ]
-            yield TextTable(title, rows)
-    rows = []
-    for delta in comparison.deltas:
-        texts = [
-            format_number(value, ",.0f" if "bytes" in delta["figure"] else ",.2f")
-            + (f" ({change:+.1%})" if position and change is not None else "")
-            for position, (value, change) in enumerate(zip(delta["values"], delta["changes"], strict=True))
-        ]
-        if set(delta["values"]) != {None}:
-            rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
-    yield TextTable("Figures", rows)
+            yield TextTable(title, difference_rows(differences, names))
+    yield TextTable("Figures", figure_rows(comparison, names))

@@ -5,7 +5,7 @@ folders; if runs are not comparable, their figures are shown only together with 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ from penstock.results.published_files import read_json
 from penstock.results.run_folder import MEASURED_FILES, RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.storage.files.local_files import read_document
-from penstock.units import format_rate
+from penstock.units import format_number
 from penstock.workload.settings import dotted, flatten
 from penstock.workload.strict_yaml import limit_values
 
@@ -297,106 +297,101 @@ _VERDICTS: Final = {
 }
 """The verdict and its look, by whether some run is slower, and some run is faster, than the first."""
 
-_CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, float]]] = {
-    "AU": ("au_compat_percent", 1, "{:.2f} %".format, "%", 100),
-    "Samples per second": ("samples_per_s_strict", 1, "{:,.1f}".format, "", 0),
-    "Bytes read": ("read_bytes_per_s", 1, format_rate, "B/s", 0),
-    "Checkpoints written": ("write_gib_per_s", 2**30, format_rate, "B/s", 0),
-    "Checkpoints read back": ("read_gib_per_s", 2**30, format_rate, "B/s", 0),
+_CHARTED: Final = {
+    "au_compat_percent": ("AU", 1, "%"),
+    "samples_per_s_strict": ("Samples per second", 1, ""),
+    "read_bytes_per_s": ("Bytes read", 1, "B/s"),
+    "write_gib_per_s": ("Checkpoints written", 2**30, "B/s"),
+    "read_gib_per_s": ("Checkpoints read back", 2**30, "B/s"),
 }
-"""The figures by which runs are compared, all better if larger: field, factor, format, unit, end of the axis.
-"""
+"""The figures by which runs are compared, all better if larger: title, factor and unit of a chart."""
+
+
+def figure_rows(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, str]]:
+    """Return a table row for each figure that a run has, with changes from the first run."""
+    rows = []
+    for delta in comparison.deltas:
+        style = ",.0f" if "bytes" in delta["figure"] else ",.2f"
+        texts = [format_number(value, style) for value in delta["values"]]
+        for number, change in enumerate(delta["changes"]):
+            texts[number] += f" ({change:+.1%})" if number and change is not None else ""
+        if any(value is not None for value in delta["values"]):
+            rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
+    return rows
+
+
+def difference_rows(differences: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, str]]:
+    """Return a table row for each setting in which runs differ."""
+    return [
+        {"key": each["key"], **dict(zip(names, map(str, each["values"]), strict=True))}
+        for each in differences
+    ]
 
 
 def make_comparison_page(comparison: RunComparison) -> Report:
     """Build the page of two or more runs, each compared with the first."""
     runs, names = comparison.runs, [run.id for run in comparison.runs]
-    values: dict[str, list[float | None]] = {}
-    texts: dict[str, list[str]] = {}
-    for title, (field, factor, text, _, _) in _CHARTED.items():
-        found = [getattr(run, field) for run in runs]
-        values[title] = [None if value is None else value * factor for value in found]
-        texts[title] = ["-" if value is None else text(value) for value in values[title]]
     rows = [
         {
             "run": run.id,
             "workload": run.workload,
             "ranks": str(run.ranks or "-"),
             "outcome": run.outcome,
-            **{title: texts[title][number] for title in _CHARTED},
             "limited by": run.bottleneck or "-",
             "folder": run.folder,
         }
-        for number, run in enumerate(runs)
+        for run in runs
     ]
     charts = []
-    for title, (_, _, text, unit, y_end) in _CHARTED.items():
-        known = {name: value for name, value in zip(names, values[title], strict=True) if value is not None}
-        if known:
-            # Each run has its own color.
-            bars = [
-                Series(name=name, run=name, x=[number], y=[value])
-                for number, (name, value) in enumerate(known.items())
-            ]
-            note = ", ".join(map(text, known.values()))
+    for delta in comparison.deltas:
+        # Each run has its own color.
+        title, factor, unit = _CHARTED.get(delta["figure"], ("", 1, ""))
+        bars = [
+            Series(name=name, run=name, x=[number], y=[value * factor])
+            for number, (name, value) in enumerate(zip(names, delta["values"], strict=True))
+            if value is not None
+        ]
+        if title and bars:
+            y_end = 100 if unit == "%" else 0
             charts.append(
-                Chart(
-                    kind=Kind.BARS, title=title, run=names[0], unit=unit, y_end=y_end, series=bars, note=note
-                )
+                Chart(kind=Kind.BARS, title=title, run=names[0], unit=unit, y_end=y_end, series=bars)
             )
     return Report(
         title=f"{len(runs)} runs compared",
         subtitle=f"{', '.join(names)}; against {names[0]}",
-        banner=_banner(comparison, values, texts),
+        banner=_banner(comparison, names),
         highlights=charts,
         runs=names,
         sections=[
-            table_section("obstacles", "Requested differently", _differences(comparison.obstacles, names)),
-            table_section("varied", "Set differently", _differences(comparison.varied, names)),
+            table_section("obstacles", "Requested differently", difference_rows(comparison.obstacles, names)),
+            table_section("varied", "Set differently", difference_rows(comparison.varied, names)),
+            table_section("figures", "Figures", figure_rows(comparison, names)),
             table_section("runs", "Runs", rows),
         ],
     )
 
 
-def _differences(differences: Sequence[Mapping[str, Any]], runs: Sequence[str]) -> list[dict[str, str]]:
-    return [
-        {"key": one["key"], **{run: str(value) for run, value in zip(runs, one["values"], strict=True)}}
-        for one in differences
-    ]
-
-
-def _banner(
-    comparison: RunComparison,
-    values: Mapping[str, Sequence[float | None]],
-    texts: Mapping[str, Sequence[str]],
-) -> Banner:
+def _banner(comparison: RunComparison, names: Sequence[str]) -> Banner:
     runs = comparison.runs
-    known = [title for title, of_runs in values.items() if of_runs[0] is not None]
-    main = next((title for title in known if title != "AU"), None)
-    clauses, changes = [], []
-    for number, run in enumerate(runs[1:], start=1):
-        parts = []
-        for title in known:
-            first, value = values[title][0], values[title][number]
-            if value is not None:
-                change = value / first - 1 if first else None
-                parts.append(
-                    f"{title} {texts[title][number]}" + ("" if change is None else f" ({change:+.1%})")
-                )
-                changes += [change] if title == main and change is not None else []
-        clauses.append(f"{run.id}: {', '.join(parts) or 'no figures'}")
+    rows = {row["figure"]: row for row in figure_rows(comparison, names) if row["figure"] in _CHARTED}
+    figures = [
+        f"{name}: {', '.join(f'{_CHARTED[figure][0]} {row[name]}' for figure, row in rows.items())}"
+        for name in names[1:]
+    ]
+    # Of training, samples per second count, of which AU is a consequence.
+    known = [delta["changes"][1:] for delta in comparison.deltas if delta["figure"] in list(_CHARTED)[1:]]
+    changes = next(filter(None, ([one for one in each if one is not None] for each in known)), [])
     if not comparison.is_comparable:
         verdict, look = "not comparable", Look.DOUBT
     elif not changes:
         verdict, look = "no figures", Look.DOUBT
     else:
-        is_slower, is_faster = min(changes) <= -_NOTICED, max(changes) >= _NOTICED
-        verdict, look = _VERDICTS[is_slower, is_faster]
+        verdict, look = _VERDICTS[min(changes) <= -_NOTICED, max(changes) >= _NOTICED]
     differing = [difference["key"] for difference in (*comparison.obstacles, *comparison.varied)]
     return Banner(
         verdict=verdict,
         look=look,
-        figure="; ".join(clauses),
+        figure="; ".join(figures),
         limited_by=", ".join(f"{run.id}: {run.bottleneck or 'not known'}" for run in runs),
         since=f"what differs: {name_some(differing)}" if differing else "nothing differs in what was asked",
         to_do=(
