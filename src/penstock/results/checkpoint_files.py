@@ -50,7 +50,7 @@ def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
         document = read_json(path, formats=[FORMAT_VERSION])
     except ObjectNotFound:
         return None
-    checked = [("", document, _DOCUMENT)]
+    checked: list[tuple[str, Any, Any]] = [("", document, _DOCUMENT)]
     checked += [(f"{name}.", document.get(name), _DIRECTION) for name in ("write", "read")]
     for where, part, keys in checked:
         for key, kind in keys.items() if isinstance(part, dict) else ():

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -226,7 +227,7 @@ def _phases(rank: RankEvents) -> list[Phase]:
     if checkpoints and not blocks:  # a run without training
         epochs = []
     ended = {span.epoch for span in epochs}
-    phases = [(span.place, span.start_ns, span.end_ns) for span in checkpoints]
+    phases: list[Phase] = [(span.place, span.start_ns, span.end_ns) for span in checkpoints]
     for span in (*epochs, *(block for block in blocks if block.epoch not in ended)):
         inner = [one for one in checkpoints if span.start_ns <= one.start_ns and one.end_ns <= span.end_ns]
         starts_ns = (span.start_ns, *(one.end_ns for one in inner))
@@ -271,24 +272,27 @@ def summarize_activity(
             by_phase[place].append((spans_ns.ravel()[chosen] / 1e9, of_phase))
     activities = []
     of_epoch = " of epoch {}" if len({epoch for _, epoch, *_ in by_phase}) > 1 else ""
-    for (kind, epoch, *place), by_host in by_phase.items():
-        name = (
-            f"{SpanKind(kind).name.lower()} {place[1]}{of_epoch.format(epoch)}" if place else f"epoch {epoch}"
-        )
-        busy = [
-            np.ma.average(np.ma.masked_invalid(rates["cpu_busy_share"]), weights=spans_s)
-            for spans_s, rates in by_host
-        ]
-        known = [float(share) for share in busy if share is not np.ma.masked]
-        activity: dict[str, Any] = {
-            "phase": name,
-            "hosts": len(by_host),
-            "elapsed_s": max(float(spans_s.sum()) for spans_s, _ in by_host),
-            "cpu_busy_share": sum(known) / len(known) if known else None,
+    for (kind, epoch, *rest), by_host in by_phase.items():
+        checkpoint = f"{SpanKind(kind).name.lower()} {rest[-1]}{of_epoch.format(epoch)}" if rest else ""
+        busy = []
+        for spans_s, rates in by_host:
+            shares = rates["cpu_busy_share"]
+            is_known = ~np.isnan(shares)
+            if is_known.any():
+                busy.append(float(np.average(shares[is_known], weights=spans_s[is_known])))
+        moved = {
+            f"{what}_bytes": round(sum(float(spans_s @ rates[what]) for spans_s, rates in by_host))
+            for what in ("drives_read", "drives_written", "networks_received", "networks_sent")
         }
-        for what in ("drives_read", "drives_written", "networks_received", "networks_sent"):
-            activity[f"{what}_bytes"] = round(sum(float(spans_s @ rates[what]) for spans_s, rates in by_host))
-        activities.append(activity)
+        activities.append(
+            {
+                "phase": checkpoint or f"epoch {epoch}",
+                "hosts": len(by_host),
+                "elapsed_s": max(float(spans_s.sum()) for spans_s, _ in by_host),
+                "cpu_busy_share": fmean(busy) if busy else None,
+                **moved,
+            }
+        )
     return activities
 
 
