@@ -335,22 +335,25 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     yield from (log_line(run.started, text) for text in run.preparation)
     dated: list[tuple[int, str]] = []
+
+    def end(what: str, num_steps: int, start_ns: int, end_ns: int) -> None:
+        seconds = (end_ns - start_ns) / 1e9
+        dated.append((end_ns, f"Ending {what} - {num_steps} steps completed in {seconds:.2f} s"))
+
     for span in first.spans_of(SpanKind.EPOCH):
         epoch, train = span.epoch, first.blocks(StepPhase.TRAIN, span.epoch)
         num_steps = sum(len(block.steps) for block in train)
         dated.append((span.start_ns, f"Starting epoch {epoch}: {num_steps} steps expected"))
         for block in train:
-            ending = _ending(f"block {block.number}", len(block.steps), block.elapsed_ns)
-            dated += [(block.start_ns, f"Starting block {block.number}"), (block.end_ns, ending)]
+            dated.append((block.start_ns, f"Starting block {block.number}"))
+            end(f"block {block.number}", len(block.steps), block.start_ns, block.end_ns)
             title = f"Epoch {epoch} - Block {block.number} [Training]"
             dated += [(block.end_ns, text) for text in _rate_lines(run, block, StepPhase.TRAIN, title)]
         if train:
-            ending = _ending(f"epoch {epoch}", num_steps, train[-1].end_ns - train[0].start_ns)
-            dated.append((train[-1].end_ns, ending))
+            end(f"epoch {epoch}", num_steps, train[0].start_ns, train[-1].end_ns)
         for block in first.blocks(StepPhase.EVAL, epoch):
-            ending = _ending("eval", len(block.steps), block.elapsed_ns)
-            begun = f"Starting eval - {len(block.steps)} steps expected"
-            dated += [(block.start_ns, begun), (block.end_ns, ending)]
+            dated.append((block.start_ns, f"Starting eval - {len(block.steps)} steps expected"))
+            end("eval", len(block.steps), block.start_ns, block.end_ns)
             title = f"Epoch {epoch} [Eval]"
             dated += [(block.end_ns, text) for text in _rate_lines(run, block, StepPhase.EVAL, title)]
     sizes = checkpoint_sizes(run.ranks)
@@ -365,10 +368,6 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
     for moment_ns, text in sorted(dated, key=lambda line: line[0]):
         yield log_line(first.clock.date(moment_ns), text)
     yield from lines
-
-
-def _ending(what: str, num_steps: int, elapsed_ns: int) -> str:
-    return f"Ending {what} - {num_steps} steps completed in {elapsed_ns / 1e9:.2f} s"
 
 
 def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str) -> Iterator[str]:

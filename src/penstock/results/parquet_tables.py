@@ -5,9 +5,9 @@ While the run lasts, spools hold the rows; the first line of a spool is such a h
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,7 +75,7 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
     return file, header
 
 
-class Spool:
+class Spool(AbstractContextManager[Any]):
     """A file of rows while a run lasts. Rows survive the death of their writer, but not a power cut."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -94,9 +94,6 @@ class Spool:
         if not self._file.closed:
             sync_open_file(self._file)
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

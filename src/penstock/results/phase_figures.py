@@ -278,12 +278,10 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
     for epoch in sorted(epochs):
         by_rank = [rank.blocks(phase, epoch) for rank in ranks]
         compat = [compat_rate(blocks, window, phase) for blocks in by_rank]
-        strict = [
-            share for blocks in by_rank if (share := strict_au_percent(_join(blocks), window)) is not None
-        ]
+        joined = [np.concatenate([block.steps for block in blocks]) for blocks in by_rank]
+        strict = [share for steps in joined if (share := strict_au_percent(steps, window)) is not None]
         elapsed_s = max(sum(block.elapsed_ns for block in blocks) for blocks in by_rank) / 1e9
-        steps = [block.steps for blocks in by_rank for block in blocks]
-        samples = sum(int(each["samples"].sum()) for each in steps)
+        samples = sum(int(steps["samples"].sum()) for steps in joined)
         rates.append(
             EpochRate(
                 epoch=epoch,
@@ -292,7 +290,7 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
                 samples_per_s_compat=sum(rate for _, rate in compat),
                 samples_per_s_strict=_rate(samples, elapsed_s),
                 samples=samples,
-                read_bytes=sum(int(each["read_bytes"].sum()) for each in steps),
+                read_bytes=sum(int(steps["read_bytes"].sum()) for steps in joined),
                 elapsed_s=elapsed_s,
             )
         )
@@ -337,10 +335,6 @@ def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
     return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
 
 
-def _join(blocks: Sequence[StepBlock]) -> Rows:
-    return np.concatenate([block.steps for block in blocks])
-
-
 def epoch_rows(epochs: Sequence[EpochRate]) -> list[dict[str, str]]:
     """Return one row for each epoch. Samples per second are over all of the epoch's time."""
     return [
@@ -378,7 +372,8 @@ def break_down_times(
     harness_ns = 0
     for rank in ranks:
         epochs = [rank.blocks(phase, epoch) for epoch in rank.epochs(phase)]
-        parts = [_counted_steps(_join(blocks), window) for blocks in epochs]
+        joined = [np.concatenate([block.steps for block in blocks]) for blocks in epochs]
+        parts = [_counted_steps(steps, window) for steps in joined]
         counted[rank.clock.rank] = np.concatenate([rank.steps[:0], *parts])
         for block in (block for blocks in epochs for block in blocks):
             in_steps_ns = int((block.steps["barrier_ns"] - block.steps["start_ns"]).sum())
