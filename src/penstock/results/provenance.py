@@ -193,7 +193,7 @@ def redact_word(word: str) -> str:
     """Replace the secrets in a word: values with suspicious names (also in a URI), and the user in a URI."""
     word = replace_surrogates(word)
     name, equals, _ = word.partition("=")
-    if equals and "?" not in name and _SECRET_NAME.search(name):
+    if equals and not re.search(r"[?]|://", name) and _SECRET_NAME.search(name):
         return f"{name}={_HIDDEN}"
     open_word = _USER_INFO.sub(f"://{_HIDDEN}@", word)
     address, question, query = open_word.partition("?")

@@ -308,6 +308,7 @@ def test_every_workload_survives_its_record(name: str) -> None:
         (["a,https://me@h/x"], ["a,https://***@h/x"]),
         (["10.0.0.1@o2ib:/fs"], ["10.0.0.1@o2ib:/fs"]),
         (["nopass"], ["nopass"]),
+        (["s3://b/keys/date=5"], ["s3://b/keys/date=5"]),
     ],
 )  # fmt: skip
 def test_no_secret_of_a_command_line_is_recorded(words: list[str], wanted: list[str]) -> None:
