@@ -456,20 +456,21 @@ def _device(name: str, moved: Mapping[str, int], elapsed_s: float) -> dict[str, 
     def count(counter: str) -> int:
         return moved.get(f"disk.{name}.{counter}", 0)
 
-    rates, merged, waits, sizes = {}, {}, {}, {}
-    for letter, requests, size_bytes, joined, spent_ms in _KINDS:
-        done, together = count(requests), count(joined)
-        rates[f"{letter}/s"] = done / elapsed_s
-        rates[f"{letter}MB/s"] = count(size_bytes) / 2**20 / elapsed_s
-        merged[f"{letter}rqm/s"] = together / elapsed_s
-        merged[f"{letter}rqm"] = 100 * together / (done + together or 1)
-        waits[f"{letter}_await"] = count(spent_ms) / (done or 1)
-        sizes[f"{letter}areq-sz"] = count(size_bytes) / 2**10 / (done or 1)
     flushes = count("flushes")
-    rates["f/s"], waits["f_await"] = flushes / elapsed_s, count("flush_ms") / (flushes or 1)
-    last = {
+    values = {
+        "f/s": flushes / elapsed_s,
+        "f_await": count("flush_ms") / (flushes or 1),
         "aqu-sz": count("queued_ms") / 1000 / elapsed_s,
         "util": min(100.0, count("busy_ms") / 10 / elapsed_s),
     }
-    values = {**rates, **merged, **waits, **sizes, **last}
+    for letter, requests, size_bytes, joined, spent_ms in _KINDS:
+        done, together = count(requests), count(joined)
+        values |= {
+            f"{letter}/s": done / elapsed_s,
+            f"{letter}MB/s": count(size_bytes) / 2**20 / elapsed_s,
+            f"{letter}rqm/s": together / elapsed_s,
+            f"{letter}rqm": 100 * together / (done + together or 1),
+            f"{letter}_await": count(spent_ms) / (done or 1),
+            f"{letter}areq-sz": count(size_bytes) / 2**10 / (done or 1),
+        }
     return {"disk_device": name, **{key: round(value, 2) for key, value in values.items()}}

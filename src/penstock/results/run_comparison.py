@@ -104,7 +104,9 @@ def summarize_run(folder: Path) -> RunSummary:
 
 def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
     """Compare all runs with the first of them. There must be at least two."""
-    differences = list(_find_differences(runs))
+    obstacles, varied = [], []
+    for difference in _find_differences(runs):
+        (varied if may_vary(difference["key"]) else obstacles).append(difference)
     deltas = []
     for figure in _FIGURES:
         values = tuple(getattr(run, figure) for run in runs)
@@ -113,8 +115,8 @@ def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
         deltas.append({"figure": figure, "values": values, "changes": changes})
     return RunComparison(
         runs=tuple(runs),
-        obstacles=tuple(difference for difference in differences if not may_vary(difference["key"])),
-        varied=tuple(difference for difference in differences if may_vary(difference["key"])),
+        obstacles=tuple(obstacles),
+        varied=tuple(varied),
         deltas=tuple(deltas),
     )
 
