@@ -437,7 +437,7 @@ def compare(
     if len(runs) < 2:
         raise UsageError("A comparison needs at least two runs", fix="Name another run.")
     comparison = compare_runs([summarize_run(find_run_folder(run, parent)) for run in runs])
-    document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
+    document = {"is_comparable": not comparison.obstacles, **asdict(comparison)}
     for run in document["runs"]:
         del run["settings"]
     terminal.result(document, _view_comparison(comparison))

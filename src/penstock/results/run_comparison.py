@@ -83,11 +83,6 @@ class RunComparison:
     varied: tuple[Mapping[str, Any], ...]
     deltas: tuple[Mapping[str, Any], ...]
 
-    @property
-    def is_comparable(self) -> bool:
-        """True if differences between figures can be attributed to storage and settings alone."""
-        return not self.obstacles
-
 
 _FIGURES: Final = (
     "au_compat_percent", "au_strict_percent", "samples_per_s_compat", "samples_per_s_strict",
@@ -383,7 +378,7 @@ def _banner(comparison: RunComparison, names: Sequence[str]) -> Banner:
     # Of training, samples per second count, of which AU is a consequence.
     known = [delta["changes"][1:] for delta in comparison.deltas if delta["figure"] in list(_CHARTED)[1:]]
     changes = next(filter(None, ([one for one in each if one is not None] for each in known)), [])
-    if not comparison.is_comparable:
+    if comparison.obstacles:
         verdict, look = "not comparable", Look.DOUBT
     elif not changes:
         verdict, look = "no figures", Look.DOUBT
