@@ -99,7 +99,8 @@ def summarize_run(folder: Path) -> RunSummary:
 
 def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
     """Compare all runs with the first of them. There must be at least two."""
-    obstacles, varied = [], []
+    obstacles: list[Mapping[str, Any]] = []
+    varied: list[Mapping[str, Any]] = []
     for difference in _find_differences(runs):
         (varied if may_vary(difference["key"]) else obstacles).append(difference)
     deltas = []
