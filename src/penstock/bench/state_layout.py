@@ -7,7 +7,7 @@ thousand ranks with a hundred layers take about a hundred arrays, never a list o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
@@ -294,15 +294,22 @@ def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
     assert spec.num_layers is not None
     dims, num_layers = spec.transformer, spec.num_layers
     embedding = dims.vocab_size * dims.hidden_size
-    width = DATATYPE_BYTES[spec.model_datatype]
-    if spec.parallelism.zero_stage < 3 and mesh.pipeline > 1:
-        layers = [(embedding,), *([layer_tensors(dims)] * num_layers), (embedding,), (dims.hidden_size,)]
-        for number, tensors in enumerate(layers):
-            yield _layer(number, tensors, mesh=mesh, num_layers=num_layers, width=width)
-    else:
-        tensors = (embedding, *(layer_tensors(dims) * num_layers), embedding, dims.hidden_size)
-        yield _model_file(tensors, mesh=mesh, zero_stage=spec.parallelism.zero_stage, width=width)
+    layers = [(embedding,), *([layer_tensors(dims)] * num_layers), (embedding,), (dims.hidden_size,)]
+    yield from _model_files(layers, spec, mesh, num_layers=num_layers)
     yield _optimizer(count_parameters(spec), spec, mesh)
+
+
+def _model_files(
+    layers: Sequence[tuple[int, ...]], spec: Model, mesh: Mesh, *, num_layers: int, first: int = 0
+) -> Iterator[FileGroup]:
+    """Yield a file for each layer if there is a pipeline but not ZeRO-3, otherwise one for all layers."""
+    width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
+    if stage == 3 or mesh.pipeline == 1:
+        tensors = tuple(tensor for layer in layers for tensor in layer)
+        yield _model_file(tensors, mesh=mesh, zero_stage=stage, width=width)
+        return
+    for number, tensors in enumerate(layers, first):
+        yield _layer(number, tensors, mesh=mesh, num_layers=num_layers, width=width)
 
 
 def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int, width: int) -> FileGroup:
@@ -366,19 +373,10 @@ def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
     model_writers = writers if spec.parallelism.zero_stage == 3 else writers[: mesh.model_parallel]
     yield _even(_MODEL, model_writers, spec.model_size_bytes)
     if spec.layer_parameters and spec.num_layers:
-        yield from _explicit_layers(spec, mesh, num_layers=spec.num_layers)
+        layers = [spec.layer_parameters] * spec.num_layers
+        yield from _model_files(layers, spec, mesh, num_layers=spec.num_layers, first=1)
     elements = OPTIMIZER_STATES * sum(spec.optimization_groups)
     yield _even(_OPTIMIZER, writers, elements * DATATYPE_BYTES[spec.optimizer_datatype])
-
-
-def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[FileGroup]:
-    """Yield a file for each layer if there is a pipeline but not ZeRO-3, otherwise one for all layers."""
-    width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
-    if stage == 3 or mesh.pipeline == 1:
-        yield _model_file(spec.layer_parameters * num_layers, mesh=mesh, zero_stage=stage, width=width)
-        return
-    for number in range(1, num_layers + 1):
-        yield _layer(number, spec.layer_parameters, mesh=mesh, num_layers=num_layers, width=width)
 
 
 def _listed(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
