@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -170,7 +171,6 @@ class NativeLoader:
             threading.Thread(target=self._serve, name=f"penstock-loader-{number}", daemon=True)
             for number in range(options.threads)
         ]
-        self._is_open = True
         for thread in self._threads:
             thread.start()
 
@@ -200,12 +200,10 @@ class NativeLoader:
 
     def close(self) -> None:
         """End the threads once their current reads are done."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        for _ in self._threads:
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._tasks.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join()
 
     def _submit(self, request: BatchRequest) -> _PendingBatch:
@@ -242,7 +240,6 @@ class _PendingBatch:
         self._totals = Batch(num_samples)
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._is_cancelled = False
 
     def work_on(self, reader: RangeReader) -> None:
         """Work until nothing is left to begin. The end is always reported, because `wait` waits for it."""
@@ -275,17 +272,13 @@ class _PendingBatch:
 
     def cancel(self) -> None:
         """Begin no further work."""
-        self._is_cancelled = True
+        while self._take() is not None:
+            self._report(1, Batch(), None)
 
     def _take(self) -> _Work | None:
-        while True:
-            try:
-                work = self._left.popleft()
-            except IndexError:
-                return None
-            if not self._is_cancelled:
-                return work
-            self._report(1, Batch(), None)
+        with suppress(IndexError):
+            return self._left.popleft()
+        return None
 
     def _report(self, done: int, totals: Batch, error: Exception | None) -> None:
         with self._changed:
