@@ -334,7 +334,7 @@ class _Iteration:
     moments: list[tuple[int, int]] = field(default_factory=list)
 
 
-class WorkerDeaths:
+class WorkerDeaths(ExitStack):
     """Lets torch raise the death of a worker only where a batch is awaited, while its block runs.
 
     Torch learns of a death by SIGCHLD, and raises wherever the main thread happens to be: in the user's step,
@@ -342,16 +342,10 @@ class WorkerDeaths:
     """
 
     def __init__(self) -> None:
-        self._undo = ExitStack()
+        super().__init__()
         self._torchs: Any = None
         self._is_awaited = False
         self._held_back: RuntimeError | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
 
     def take_over(self) -> None:
         """Replace the handler that torch has set with its first workers."""
@@ -360,7 +354,7 @@ class WorkerDeaths:
             with suppress(ValueError):  # not in the main thread, so torch did not set it
                 signal.signal(signal.SIGCHLD, self._on_signal)
                 self._torchs = handler
-                self._undo.callback(signal.signal, signal.SIGCHLD, handler)
+                self.callback(signal.signal, signal.SIGCHLD, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         try:
