@@ -33,13 +33,10 @@ from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
 from penstock.bench.page_cache_eviction import CacheEviction, evict
 from penstock.bench.recorded_run import EventsInMemory, RunSettings, StepRecorder, record_run
 from penstock.bench.training.training_loop import compute_until, show_step
-from penstock.bench.training.training_result import Stages, TrainingResult
+from penstock.bench.training.training_result import Stages, TrainingResult, write_results
 from penstock.cluster.comm import Comm
-from penstock.errors import PenstockError, StorageError, UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.progress import PhasesOnly, Progress
-from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
-from penstock.results.active_run import ActiveRun
-from penstock.results.phase_figures import Bottleneck, BottleneckVerdict
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Storage, capabilities
 from penstock.storage.in_memory import MemoryStorage
@@ -102,7 +99,7 @@ def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress)
         stages, workload = _measure_and_try(
             request, comm, progress, deaths=deaths, folder=folder, heartbeat=heartbeat
         )
-        result = _write_results(run, stages, workload, request=request) if run else None
+        result = write_results(run, stages, request, workload, is_judged=True) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
@@ -143,41 +140,6 @@ def _measure_and_try(
         deliveries=(observer.deliver("read", measured.waits.io["rchar"]),) if request.data else (),
         waits=waits,
     ), workload
-
-
-def _write_results(
-    run: ActiveRun, stages: Stages, workload: Workload, *, request: OwnLoaderRequest
-) -> TrainingResult:
-    event_files.gather_events(run.folder, run.record.ranks)
-    counter_files.gather_counters(run.folder)
-    events = event_files.read_events(run.folder)
-    train = phase_figures.compute_phase_figures(events, workload)
-    waits = stages.waits
-    if train is None or waits is None:
-        raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    verdict = train.verdict
-    # The stages know more than the usual verdict, which treats the loader as storage.
-    if verdict is None or verdict.bottleneck is not Bottleneck.BARRIER:
-        kinds = {"storage": Bottleneck.STORAGE, "consumer": Bottleneck.NONE}
-        evidence = verdict.evidence[:1] if verdict else ()
-        verdict = BottleneckVerdict(
-            bottleneck=kinds.get(waits.bottleneck, Bottleneck.CLIENT_CPU),
-            evidence=(f"{waits.sentence}.", *evidence),
-        )
-    train = replace(train, verdict=verdict)
-    published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
-    request.write_dlio_files(run, workload, events=events, train=train)
-    result = TrainingResult(
-        workload=workload.full_name,
-        ranks=run.record.ranks,
-        results_dir=str(run.folder),
-        train=train,
-        evaluation=None,
-        stages=stages,
-    )
-    is_right = result.verdict in phase_figures.HOLDING
-    run.finish(train=train, deliveries=stages.deliveries, workload=workload, is_right=is_right)
-    return result
 
 
 @dataclass(slots=True)

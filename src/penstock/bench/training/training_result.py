@@ -4,16 +4,29 @@ Utilization is in percent.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
+from penstock.bench.recorded_run import RunSettings
+from penstock.errors import StorageError
+from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
+from penstock.results.active_run import ActiveRun
 from penstock.results.counter_files import IoReconciliation
-from penstock.results.phase_figures import EpochRate, PhaseFigures, counted_ceiling, judge
+from penstock.results.phase_figures import (
+    Bottleneck,
+    BottleneckVerdict,
+    EpochRate,
+    PhaseFigures,
+    counted_ceiling,
+    judge,
+)
+from penstock.results.step_events import StepPhase
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
+from penstock.workload.spec import Workload
 
 SLOW_START_S: Final = 10.0
 """If workers take longer to start, a remark says so."""
@@ -169,3 +182,56 @@ def _epoch(rate: EpochRate) -> dict[str, Any]:
         "read_bytes": rate.read_bytes,
         "elapsed_s": rate.elapsed_s,
     }
+
+
+def write_results(
+    run: ActiveRun, stages: Stages, settings: RunSettings, workload: Workload, *, is_judged: bool
+) -> TrainingResult:
+    """Close the run once all ranks have written their last event; one that `is_judged` may have failed."""
+    event_files.gather_events(run.folder, run.record.ranks)
+    counter_files.gather_counters(run.folder)
+    events = event_files.read_events(run.folder)
+    # Without computation, every harness limit is near 0 and says nothing about this client.
+    ceiling = None if workload.train.computation_time.is_zero else stages.ceiling
+    train = phase_figures.compute_phase_figures(events, workload, ceiling=ceiling)
+    if train is None:
+        raise StorageError("The run left no completed epoch", uri=str(run.folder))
+    if stages.waits is not None:
+        train = replace(train, verdict=_judge_loader(stages.waits, train.verdict))
+    evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
+    published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
+    settings.write_dlio_files(
+        run,
+        workload,
+        events=events,
+        train=train,
+        evaluation=evaluation,
+        preparation=() if stages.waits else stages.sentences(),
+    )
+    result = TrainingResult(
+        workload=workload.full_name,
+        ranks=run.record.ranks,
+        results_dir=str(run.folder),
+        train=train,
+        evaluation=evaluation,
+        stages=stages,
+    )
+    run.finish(
+        train=train,
+        evaluation=evaluation,
+        deliveries=stages.deliveries,
+        workload=workload,
+        is_right=not is_judged or result.verdict in phase_figures.HOLDING,
+    )
+    return result
+
+
+def _judge_loader(waits: LoaderWaits, usual: BottleneckVerdict | None) -> BottleneckVerdict:
+    """Return the verdict on a user's loader; the usual one treats the loader as storage."""
+    if usual is not None and usual.bottleneck is Bottleneck.BARRIER:
+        return usual
+    kinds = {"storage": Bottleneck.STORAGE, "consumer": Bottleneck.NONE}
+    return BottleneckVerdict(
+        bottleneck=kinds.get(waits.bottleneck, Bottleneck.CLIENT_CPU),
+        evidence=(f"{waits.sentence}.", *(usual.evidence[:1] if usual else ())),
+    )

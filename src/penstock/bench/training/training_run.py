@@ -43,13 +43,12 @@ from penstock.bench.training.training_plan import (
     plan_training,
     require_counted_step,
 )
-from penstock.bench.training.training_result import Stages, TrainingResult
+from penstock.bench.training.training_result import Stages, TrainingResult, write_results
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
-from penstock.errors import StorageError, UsageError
+from penstock.errors import UsageError
 from penstock.progress import Progress
-from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.step_events import SpanKind, StepPhase
 from penstock.storage import Counters, Storage, capabilities
@@ -160,7 +159,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
                     folder=folder,
                     startup=startup,
                 )
-        result = _write_results(run, stages, request=request) if run else None
+        result = write_results(run, stages, request, workload, is_judged=request.is_judged) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
@@ -348,43 +347,3 @@ def _evict(
         for key in files.keys_of(phase, number)
     )
     return evict(storage, keys, comm=comm, advance=progress.advance, explained=explained_absence(files))
-
-
-def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) -> TrainingResult:
-    """Close the run once all ranks have written their last event."""
-    workload = request.workload
-    num_ranks = run.record.ranks
-    event_files.gather_events(run.folder, num_ranks)
-    counter_files.gather_counters(run.folder)
-    events = event_files.read_events(run.folder)
-    # Without computation, every harness limit is near 0 and says nothing about this client.
-    is_computing = not workload.train.computation_time.is_zero
-    ceiling = stages.ceiling if is_computing else None
-    train = phase_figures.compute_phase_figures(events, workload, ceiling=ceiling)
-    if train is None:
-        raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
-    published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
-    request.write_dlio_files(
-        run,
-        workload,
-        events=events,
-        train=train,
-        evaluation=evaluation,
-        preparation=stages.sentences(),
-    )
-    result = TrainingResult(
-        workload=workload.full_name,
-        ranks=num_ranks,
-        results_dir=str(run.folder),
-        train=train,
-        evaluation=evaluation,
-        stages=stages,
-    )
-    run.finish(
-        train=train,
-        evaluation=evaluation,
-        deliveries=stages.deliveries,
-        is_right=not request.is_judged or result.verdict in phase_figures.HOLDING,
-    )
-    return result
