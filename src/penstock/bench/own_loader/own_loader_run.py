@@ -178,7 +178,7 @@ class _Measurement:
                 if epoch > 1 and hasattr(loader, "__next__"):  # an iterator, which one epoch exhausts
                     loader = self._make_loader()
                 cache = self._evict()
-                announce_epoch(loader, epoch - 1)
+                announce_epoch(loader, epoch - 1, request.loader.name)
                 comm.barrier(awaiting=f"all ranks to begin epoch {epoch}")
                 total = request.max_steps or 0
                 with suppress(TypeError, NotImplementedError):

@@ -147,13 +147,16 @@ def make_loader(
     return loader
 
 
-def announce_epoch(loader: Any, epoch: int) -> None:
+def announce_epoch(loader: Any, epoch: int, name: str) -> None:
     """Call `set_epoch` on the loader's sampler and data set if they have it, as trainers do."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in {id(one): one for one in (*parts, getattr(loader, "dataset", None))}.values():
         if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
+            try:
+                set_epoch(epoch)
+            except Exception as error:  # a user's sampler may raise anything
+                raise explain_code(error, f"set_epoch of the loader {name}", "") from error
 
 
 class SampleCounter:

@@ -20,7 +20,7 @@ from penstock.bench.own_loader.user_code import (
     load_user_code,
     names_user_code,
 )
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
 
 KNOWN = {"rank": 1, "world_size": 4, "epochs": 2, "seed": 7}
 
@@ -122,9 +122,21 @@ def test_sampler_and_data_set_hear_of_each_epoch() -> None:
     class Loader:
         sampler, dataset = Told(), Told()
 
-    announce_epoch(Loader, 3)
-    announce_epoch([], 3)
+    announce_epoch(Loader, 3, "mine:x")
+    announce_epoch([], 3, "mine:x")
     assert (Loader.sampler.epochs, Loader.dataset.epochs) == ([3], [3])
+
+
+def test_a_sampler_that_rejects_an_epoch_is_the_users_error() -> None:
+    class Loader:
+        @staticmethod
+        def set_epoch(epoch: int) -> None:
+            raise ValueError(f"no order for epoch {epoch}")
+
+    with pytest.raises(
+        StorageError, match="set_epoch of the loader mine:x failed: ValueError: no order for epoch 3"
+    ):
+        announce_epoch(Loader, 3, "mine:x")
 
 
 def test_a_traceback_through_files_in_shared_memory_is_no_full_shared_memory() -> None:
