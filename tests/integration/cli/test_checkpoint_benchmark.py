@@ -84,7 +84,7 @@ def test_report_shows_rates_bottleneck_and_results_directory(
     "client",
     [
         "obstore",
-        "minio",
+        pytest.param("minio", marks=pytest.mark.slow),
         pytest.param("s3dlio", marks=pytest.mark.slow),
         pytest.param("s3torchconnector", marks=pytest.mark.slow),
     ],
