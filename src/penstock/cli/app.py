@@ -8,9 +8,9 @@ import errno
 import logging
 import sys
 import traceback as traceback_module
-from collections.abc import Callable
-from contextlib import suppress
-from io import TextIOWrapper
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -209,23 +209,55 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
     """Run one of Penstock's programs, explain whatever ends it early, and return its exit code."""
-    # Characters that the locale's encoding lacks are printed as escapes, because names in checkpoints may
-    # contain any character.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     # This handler prints the warnings of a process without handlers, which commands are.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_SafeFormatter())
+    with _opened("stdout"), _opened("stderr"):
+        try:
+            code = int(program() or 0)
+            print(end="", flush=True)  # an error of the output is explained, too
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+            return _explain("interrupted", code) if code == INTERRUPTED else code
+        except (KeyboardInterrupt, click.Abort):
+            return _explain("interrupted", INTERRUPTED)
+        except Exception as error:  # noqa: BLE001 - the command line's edge: every exception is explained here
+            return _explain_error(error, traceback=debug)
+    return code
+
+
+class _AbandonablePipe(FileIO):
+    """A standard stream that drops what is written after its reader has left, as `| head` does."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[None]:
+    """Print to the stream `name` of `sys` in the body, whatever characters the text has, and read or not.
+
+    Characters that the locale's encoding lacks are printed as escapes, because names in checkpoints may
+    contain any character.
+    """
+    usual = stream = getattr(sys, name)
+    if isinstance(stream, TextIOWrapper):
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), FileIO):
+            pipe = BufferedWriter(_AbandonablePipe(stream.fileno(), "w", closefd=False))
+            lines = stream.line_buffering or stream.write_through
+            stream = TextIOWrapper(pipe, stream.encoding, line_buffering=lines)
+            setattr(sys, name, stream)
+        stream.reconfigure(errors="backslashreplace")
     try:
-        return int(program() or 0)
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 0
-        return _explain("interrupted", code) if code == INTERRUPTED else code
-    except (KeyboardInterrupt, click.Abort):
-        return _explain("interrupted", INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - the command line's edge: every exception is explained here
-        return _explain_error(error, traceback=debug)
+        yield
+    finally:
+        setattr(sys, name, usual)
+        if stream is not usual:
+            with suppress(OSError):
+                stream.flush()
 
 
 def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:

@@ -79,12 +79,6 @@ Examples:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own), and return its exit code."""
     words, debug = app.take_debug(arguments)
-    if {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0
-    if "--version" in words:
-        print(f"penstock-dlio {__version__}")
-        return 0
     return app.run_at_edge(lambda: _run_as_rank(words), debug=debug)
 
 
@@ -92,6 +86,12 @@ def _run_as_rank(words: Sequence[str]) -> None:
     """Run the workload as this process's rank, which is rank 0 of 1 unless a launcher started it."""
     from penstock.cluster.supervision import join_job
 
+    if {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        return
+    if "--version" in words:
+        print(f"penstock-dlio {__version__}")
+        return
     environment = process_environment()
     with join_job(environment, timeout_s=LONGEST_WAIT_S) as comm:
         _run_workload(words, comm, environment)

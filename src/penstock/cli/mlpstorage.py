@@ -439,12 +439,6 @@ Examples:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own), and return its exit code."""
     words, debug = app.take_debug(arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0 if words else 2
-    if words == ["--version"]:
-        print(f"penstock-mlpstorage {__version__}")
-        return 0
     translated: list[str] = []
     code = app.run_at_edge(lambda: translated.extend(_translate(words)), debug=debug)
     if not translated:
@@ -454,7 +448,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> list[str]:
-    """Print the command to run, and return its words, or none for a dry run."""
+    """Print the command to run, and return its words; none for a dry run, help or the version."""
+    if not words or {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        sys.exit(0 if words else 2)
+    if words == ["--version"]:
+        print(f"penstock-mlpstorage {__version__}")
+        return []
     requested = parse(words)
     if (name := requested.value("config-file")) is not None:
         requested = parse(words, defaults=_read_config_file(Path(name)))

@@ -1,6 +1,7 @@
 """The command line's surface: help, version, exit codes, errors, JSON, completion, start-up time."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -158,16 +159,37 @@ def test_a_closed_output_and_a_full_one_are_not_defects() -> None:
         assert said in result.stderr
 
 
-def test_closed_pipe_is_not_a_defect() -> None:
-    result = subprocess.run(
-        f"{sys.executable} -m penstock doctor | head -n 1",
-        shell=True,
-        check=False,
-        capture_output=True,
-        text=True,
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("docs", "glossary"), 0),
+        (("kvcache", "models"), 0),
+        (("submission", "rules", "--json"), 0),
+        (("submission", "status", "absent"), 2),
+        (("trace", "summary", "trace.pfw", "--format", "csv"), 0),
+        (("cluster", "check", "--gate", "ipc", "--ranks", "2"), 0),
+    ],
+)
+def test_a_reader_that_leaves_early_changes_neither_exit_code_nor_messages(
+    words: tuple[str, ...], code: int, stream: str, tmp_path: Path
+) -> None:
+    """As after `| head`."""
+    event = '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{}}'
+    (tmp_path / "trace.pfw").write_text(f"[\n{event}\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    kept = {"stdout": "stderr", "stderr": "stdout"}[stream]
+    command = [sys.executable, "-m", "penstock", *words]
+    read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    unread = subprocess.run(
+        command, cwd=tmp_path, text=True, check=False, timeout=60, **{stream: writing, kept: subprocess.PIPE}
     )
-    assert "defect" not in result.stderr
-    assert "Traceback" not in result.stderr
+    os.close(writing)
+    assert (read.returncode, unread.returncode) == (code, code), read.stderr
+    assert getattr(unread, kept) == getattr(read, kept)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
