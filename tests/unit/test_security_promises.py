@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -24,3 +25,8 @@ def test_a_promise_has_tests(promise: str, tests: str) -> None:
 
 def test_the_promises_are_found() -> None:
     assert len(ROWS) >= 12
+
+
+def test_the_wheel_contains_the_promises() -> None:
+    """It contains docs/, whose pages `penstock docs` shows."""
+    assert run_command("docs", "security").stdout == (ROOT / "SECURITY.md").read_text()
