@@ -20,7 +20,18 @@ from penstock.cli.option_groups import (
     inspect_gates,
     parse_overrides,
 )
-from penstock.cli.options import argument, command_line, flag, group, option, repeated, required, switch, verb
+from penstock.cli.options import (
+    argument,
+    command_line,
+    flag,
+    group,
+    option,
+    refuse_ignored,
+    repeated,
+    required,
+    switch,
+    verb,
+)
 from penstock.cli.parsers import MODEL, SCALE, SETTING, SIZE, TEXT, TIME, URI, choice, whole
 from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings, view_checkpoints
@@ -132,27 +143,15 @@ def run_checkpoint_benchmark(
     options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointResult | None:
     """Write and read checkpoints according to the options; return None if a closed gate stopped the run."""
-    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
     from penstock.storage.volumes import locked_folder
     from penstock.submission.edition import load_edition
     from penstock.transfer.pipeline import PipelineSettings
     from penstock.workflows.submission_results import add_checkpoints
-    from penstock.workload.load_workload import load_model
 
     environment, storage_options = process_environment(), dict(options.storage)
-    model = change_checkpoint_section(
-        load_model(options.model, overrides=parse_overrides(options.settings)),
-        num_checkpoints_write=options.writes,
-        num_checkpoints_read=options.reads,
-        fsync=options.fsync,
-        time_between_checkpoints_s=options.interval_s,
-        mode="subset" if options.is_subset else None,
-        checkpoint_folder=options.destination,
-    )
-    layout = plan_model_layout(model, ranks=comm.size, scale=options.scale, is_subset=options.is_subset)
+    model, layout = plan_model(options, ranks=comm.size)
     division = options.results.rules.division
-    if division is not None:
-        _require_allowed(options, model, layout, division)
     series = options.results.find_series(benchmark=Benchmark.CHECKPOINTING, model=model.workload.full_name)
     num_writes = model.workload.checkpoint.num_checkpoints_write
     inspection = inspect_gates(
@@ -220,6 +219,30 @@ def run_checkpoint_benchmark(
         )
     terminal.notes(checkpoint_warnings(result))
     return result
+
+
+def plan_model(options: CheckpointRunOptions, *, ranks: int) -> tuple[CheckpointModel, StateLayout]:
+    """Return the requested model and its layout on `ranks` ranks; refuse what the division forbids."""
+    from penstock.bench.checkpoint.checkpoint_run import change_checkpoint_section
+    from penstock.workload.load_workload import load_model
+
+    model = change_checkpoint_section(
+        load_model(options.model, overrides=parse_overrides(options.settings)),
+        num_checkpoints_write=options.writes,
+        num_checkpoints_read=options.reads,
+        fsync=options.fsync,
+        time_between_checkpoints_s=options.interval_s,
+        mode="subset" if options.is_subset else None,
+        checkpoint_folder=options.destination,
+    )
+    layout = plan_model_layout(model, ranks=ranks, scale=options.scale, is_subset=options.is_subset)
+    if (division := options.results.rules.division) is not None:
+        _require_allowed(options, model, layout, division)
+    elif options.results.tree is None:
+        refuse_ignored(
+            ("--accelerator",), "the run is not submitted", fix="Leave it out, or add --submission DIR."
+        )
+    return model, layout
 
 
 def plan_model_layout(
@@ -320,6 +343,8 @@ def size(
     """
     from penstock.workload.load_workload import load_model
 
+    if ranks is None:
+        refuse_ignored(("--subset",), "all ranks of the model are counted", fix="Add --ranks N.")
     model = load_model(name, overrides=parse_overrides(settings))
     terminal.notes(model.remarks)
     layout = plan_model_layout(model, ranks=ranks, scale=scale, is_subset=is_subset)

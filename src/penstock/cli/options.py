@@ -375,7 +375,7 @@ class Group(click.Group):
             )
 
 
-def refuse_ignored(names: tuple[str, ...], why: str) -> None:
+def refuse_ignored(names: tuple[str, ...], why: str, *, fix: str = "Leave it out.") -> None:
     """Raise an error if the user gave any of the options `names`, because the command would ignore them."""
     context = click.get_current_context()
     given = {
@@ -384,7 +384,7 @@ def refuse_ignored(names: tuple[str, ...], why: str) -> None:
         if context.params.get(parameter.name or "") not in (None, (), False)
     }
     if ignored := [name for name in names if name in given]:
-        raise UsageError(f"{' and '.join(ignored)} would be ignored: {why}", fix="Leave it out.")
+        raise UsageError(f"{' and '.join(ignored)} would be ignored: {why}", fix=fix)
 
 
 def command_line() -> tuple[str, ...]:

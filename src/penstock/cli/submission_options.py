@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import parse_overrides
-from penstock.cli.options import command_line, flag, group, option, required
+from penstock.cli.options import command_line, flag, group, option, refuse_ignored, required
 from penstock.cli.parsers import FOLDER_URI, NAME
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
@@ -96,6 +96,9 @@ class ResultOptions:
         from penstock.submission.authoring.owned_tree import RunSeries, require_owned_tree
 
         if self.tree is None:
+            refuse_ignored(
+                ("--system",), "the run is not submitted", fix="Leave it out, or add --submission DIR."
+            )
             return None
         division = self.rules.require_division()
         if self.system is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock import __version__
-from penstock.cli.checkpoint_benchmark import CheckpointRunOptions, run_checkpoint_benchmark
+from penstock.cli.checkpoint_benchmark import CheckpointRunOptions, plan_model, run_checkpoint_benchmark
 from penstock.cli.option_groups import (
     CLOSED_GATES,
     SKIPPED_GATES,
@@ -19,11 +20,11 @@ from penstock.cli.option_groups import (
     DataOptions,
     WorkloadOptions,
 )
-from penstock.cli.options import argument, group, option, repeated
+from penstock.cli.options import argument, group, option, refuse_ignored, repeated
 from penstock.cli.parsers import FOLDER, SCALE, SETTING, TEXT, URI, WORKLOAD
 from penstock.cli.rank_options import ranked
 from penstock.cli.submission_options import DivisionOptions, TreeOptions
-from penstock.cli.submission_run import find_missing_checkpoints, make_training_result
+from penstock.cli.submission_run import find_missing_checkpoints, make_training_result, require_valid_training
 from penstock.cli.terminal import Terminal, View
 from penstock.cli.training_benchmark import TrainingRunOptions
 from penstock.cluster.comm import Comm
@@ -103,6 +104,10 @@ def rehearse(
             where="--scale",
             fix="Name a share below 1, or use `penstock submission run`.",
         )
+    limits = load_edition(EDITION).checkpoints
+    is_checkpointing = workload in limits.models
+    if is_checkpointing:
+        refuse_ignored(("--set",), "it changes a training workload")
     division = rules.division or SubmissionDivision.CLOSED
     target = TreeOptions(
         tree=str(folder),
@@ -114,23 +119,36 @@ def rehearse(
     # In one folder, data and results cannot be separate; the final list says so.
     skips = skipped_gates if data else (*skipped_gates, Gate.APART)
     description = folder.absolute() / division.value / _REHEARSED / "systems" / f"{_REHEARSED}.yaml"
+    data_options = DataOptions(uri=place, storage=storage)
+    checkpoint_options = CheckpointRunOptions(
+        model=workload,
+        destination=place,
+        storage=storage,
+        results=target,
+        writes=10,
+        reads=10,
+        skipped_gates=skips,
+        accelerator=accelerator,
+        scale=scale,
+    )
+    training_options = TrainingRunOptions(
+        workload=WorkloadOptions(name=workload, accelerator=accelerator, settings=settings),
+        data=data_options,
+        results=target,
+        skipped_gates=skips,
+    )
+    # Wrong usage is refused before anything is written.
+    if is_checkpointing:
+        plan_model(checkpoint_options, ranks=comm.size)
+    else:
+        silent = replace(terminal, speaks=False)
+        require_valid_training(training_options, comm=comm, terminal=silent)
+    data_options.opener(rank=comm.rank, is_traced=False)()
     _prepare_tree(folder, description, comm, terminal)
-    limits = load_edition(EDITION).checkpoints
-    if workload in limits.models:
+    if is_checkpointing:
         if any(find_missing_checkpoints(target, workload, comm=comm).values()):
             terminal.note("run: ten checkpoints are written, and ten read back")
-            options = CheckpointRunOptions(
-                model=workload,
-                destination=place,
-                storage=storage,
-                results=target,
-                writes=10,
-                reads=10,
-                skipped_gates=skips,
-                accelerator=accelerator,
-                scale=scale,
-            )
-            if run_checkpoint_benchmark(options, comm=comm, terminal=terminal) is None:
+            if run_checkpoint_benchmark(checkpoint_options, comm=comm, terminal=terminal) is None:
                 return CLOSED_GATES
         full_bytes, count = limits.models[workload].architecture_gib * 2**30, limits.num_checkpoints
         sizes = [
@@ -140,16 +158,7 @@ def rehearse(
             )
         ]
     else:
-        found = _rehearse_training(
-            TrainingRunOptions(
-                workload=WorkloadOptions(name=workload, accelerator=accelerator, settings=settings),
-                data=DataOptions(uri=place, storage=storage),
-                results=target,
-                skipped_gates=skips,
-            ),
-            comm,
-            terminal,
-        )
+        found = _rehearse_training(training_options, comm, terminal)
         if found is None:
             return CLOSED_GATES
         sizes = found
@@ -170,7 +179,7 @@ def rehearse(
             if finding.rule == "reads.memory" and finding.verdict is Verdict.WARNING
         )
         own = f"--submission ~/results --system NAME --{division.value}"
-        verb, option_name = ("checkpointing", "--to") if workload in limits.models else ("training", "--data")
+        verb, option_name = ("checkpointing", "--to") if is_checkpointing else ("training", "--data")
         words = [verb, workload, "--accelerator", accelerator]
         words += [word for setting in settings for word in ("--set", setting)]
         commands = [

@@ -30,7 +30,7 @@ from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import capture_training_output, view_checkpoints
 from penstock.cli.submission_options import TreeOptions
 from penstock.cli.terminal import Terminal, table
-from penstock.cli.training_benchmark import TrainingRunOptions, plan_training
+from penstock.cli.training_benchmark import TrainingRunOptions, choose_reading, plan_training
 from penstock.cluster.comm import Comm, held_on_rank0
 from penstock.cluster.gates.gate_model import Gate
 from penstock.errors import UsageError
@@ -39,6 +39,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
+    from penstock.results.run_record import HostFacts
     from penstock.submission.authoring.owned_tree import RunSeries
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workload.sizing import DatasetSizing
@@ -183,7 +184,6 @@ def make_training_result(
 ) -> MadeTraining | None:
     """Make the missing parts of a training result; return None if a closed gate stopped it. Collective."""
     from penstock.dataset.generate import missing_bytes
-    from penstock.results.provenance import read_host, unique_hosts
     from penstock.storage.capabilities import find_local_root
     from penstock.storage.volumes import locked_folder
     from penstock.submission.authoring.run_sequence import read_series_state
@@ -192,20 +192,10 @@ def make_training_result(
 
     silent = replace(terminal, speaks=False)  # `plan_training` prints the workload's remarks
     rehearsed_at = options.results.rehearsed_at
-    hosts = unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
-    requested, edition = options.workload.load(silent).workload, load_edition("v3.0")
+    requested, hosts = require_valid_training(options, only=only, comm=comm, terminal=silent)
+    edition = load_edition("v3.0")
     series = options.results.find_series(benchmark=Benchmark.TRAINING, model=requested.name)
     assert series is not None
-    breaches = preflight.training_breaches(
-        edition,
-        series,
-        accelerator=requested.accelerator,
-        # Data may be generated on any number of ranks.
-        num_accelerators=comm.size if only != "datagen" else len(hosts),
-        num_hosts=len(hosts),
-        data=options.data.uri,
-    )
-    preflight.require_none(breaches, f"edition {edition.edition}")
     required_size = sizing.size_dataset(
         sizing.make_sizing_request(
             requested, num_accelerators=comm.size, host_memory_bytes=[host.memory_bytes for host in hosts]
@@ -246,6 +236,29 @@ def make_training_result(
         )
         sequence = training.make_all() if only is None else training.make_part(SubmissionPhase(only))
     return MadeTraining(workload=workload, series=series, sequence=sequence, required_size=required_size)
+
+
+def require_valid_training(
+    options: TrainingRunOptions, *, only: str | None = None, comm: Comm, terminal: Terminal
+) -> tuple[Workload, tuple[HostFacts, ...]]:
+    """Return the requested workload and all hosts; refuse what the edition or the division forbids."""
+    from penstock.results.provenance import read_host, unique_hosts
+
+    hosts = unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    requested, edition = options.workload.load(terminal).workload, load_edition("v3.0")
+    breaches = preflight.training_breaches(
+        edition,
+        options.results.folder,
+        model=requested.name,
+        accelerator=requested.accelerator,
+        # Data may be generated on any number of ranks.
+        num_accelerators=comm.size if only != "datagen" else len(hosts),
+        num_hosts=len(hosts),
+        data=options.data.uri,
+    )
+    preflight.require_none(breaches, f"edition {edition.edition}")
+    choose_reading(options)
+    return requested, hosts
 
 
 def _sized_settings(

@@ -27,6 +27,7 @@ from penstock.cli.options import (
     group,
     option,
     optional_argument,
+    refuse_ignored,
     repeated,
     required,
     verb,
@@ -53,6 +54,11 @@ if TYPE_CHECKING:
     from penstock.workflows.submission_results import ResultWriter
 
 _OWN = "Your own loader"
+_NOT_OWN = (
+    "--submission", "--system", "--closed", "--open", "--reader", "--threads", "--decode", "--remainder",
+    "--check", "--checkpoints", "--skip-gate",
+)  # fmt: skip
+"""Options of `training run` that do not apply to a loader of the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +191,11 @@ def run(
             raise UsageError(
                 f"Missing {what}", fix="Give it, or a loader of your own: --loader MODULE:FACTORY."
             )
-    own = (options.batch_time_s, options.step, options.epochs, options.max_steps, options.batch_size)
-    if any(value is not None for value in (*own, *options.trials)):
-        raise UsageError(
-            "Batch times, steps, epochs and trials of this kind belong to a loader of your own",
-            where="--loader",
-            fix="Add --loader MODULE:FACTORY; for Penstock's own loaders --set changes the workload.",
-        )
+    refuse_ignored(
+        ("--batch-time", "--step", "--epochs", "--steps", "--batch-size", "--try"),
+        "only a loader of your own takes it",
+        fix="Add --loader MODULE:FACTORY; for Penstock's own loaders --set changes the workload.",
+    )
     planned = plan_training(options, comm=comm, terminal=terminal)
     if planned is None:
         return CLOSED_GATES
@@ -233,14 +237,13 @@ def plan_training(
     from penstock.submission.authoring.preflight import locate_data
 
     loaded = options.workload.load(terminal)
-    loader, remainder = mlperf_divisions.choose_reading(
-        options.results.rules.division,
-        options.workload.name,
-        [override.path for override in parse_overrides(options.workload.settings)],
-        families=families(),
-        loader=options.loader,
-        remainder=options.remainder.value if options.remainder else None,
-    )
+    if not loaded.workload.workflow.checkpoint:
+        refuse_ignored(
+            ("--checkpoints",),
+            "the workload saves no checkpoints",
+            fix="Leave it out, or add --set workflow.checkpoint=true.",
+        )
+    loader, remainder = choose_reading(options)
     unsupported = list_unsupported(loaded.workload)
     terminal.notes(unsupported)
     workload = loaded.workload
@@ -303,6 +306,18 @@ def plan_training(
     return request, session
 
 
+def choose_reading(options: TrainingRunOptions) -> tuple[str, str]:
+    """Return the loader and the handling of remainders; refuse what the division forbids."""
+    return mlperf_divisions.choose_reading(
+        options.results.rules.division,
+        options.workload.name,
+        [override.path for override in parse_overrides(options.workload.settings)],
+        families=families(),
+        loader=options.loader,
+        remainder=options.remainder.value if options.remainder else None,
+    )
+
+
 def _run_own_loader(
     options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal
 ) -> TrainingResult:
@@ -313,23 +328,13 @@ def _run_own_loader(
     from penstock.workload.load_workload import load_sections
     from penstock.workload.quantities import Duration
 
-    unfitting = {
-        "--submission": options.results.tree,
-        "--closed": options.results.rules.closed,
-        "--open": options.results.rules.open,
-        "--reader": options.reader,
-        "--threads": options.threads,
-        "--decode": options.decode,
-        "--remainder": options.remainder,
-        "--checkpoints": options.checkpoints,
-    }
-    for option_name, value in unfitting.items():
-        if value:
-            raise UsageError(
-                f"{option_name} does not go with a loader of your own",
-                where="--loader",
-                fix=f"Leave {option_name} out.",
-            )
+    refuse_ignored(_NOT_OWN, "a loader of your own does not take it")
+    if not options.data.uri:
+        refuse_ignored(
+            ("--option",), "no storage is named", fix="Leave it out, or name the data with --data."
+        )
+    if not options.workload.name:
+        refuse_ignored(("--accelerator",), "no workload is named", fix="Leave it out, or name a WORKLOAD.")
     if options.batch_time_s is not None and options.step is not None:
         raise UsageError("--batch-time and --step are mutually exclusive", fix="Give one of them.")
     settings = options.workload.settings
@@ -396,6 +401,13 @@ def sweep(
     """
     from penstock.workflows import accelerator_sweep
 
+    own = {"--accelerator", "--data", "--json", "--ranks", "--results"}
+    if twice := sorted(own & {word.partition("=")[0] for word in run_words}):
+        raise UsageError(
+            f"{' and '.join(twice)} would be ignored: the sweep sets it for each run",
+            where="--",
+            fix="Leave it out after --; before it, give --accelerator, --data, --results and --most.",
+        )
     words = [workload.name, "--data", data.uri, "--results", results]
     words += ["--accelerator", workload.accelerator] if workload.accelerator else []
     words += [word for setting in workload.settings for word in ("--set", setting)]

@@ -95,6 +95,30 @@ def test_killed_rehearsal_continues_and_ends_with_what_a_real_one_needs(
     assert any(line.startswith("run 6 of 6: AU ") for line in said)
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("retinnet",), "Did you mean retinanet?"),
+        (("llama3-8c",), "No workload is called 'llama3-8c'"),
+        (("retinanet", "--accelerator", "b201"), "no retinanet for 'b201'"),
+        (("retinanet", "--accelerator", "h100"), "h100 is not one of b200, mi355"),
+        (("retinanet", "--set", "reader.foo=1"), "reader.foo is not a key"),
+        (("retinanet", "--set", "dataset.record_length_bytes=5"), "must stay as it is"),
+        (("llama3-8b", "--accelerator", "b20", "--ranks", "1"), "b20 is not one of b200, mi355"),
+        (("llama3-8b", "--ranks", "1"), "1 ranks are not 8"),
+        (("retinanet", "--data", "ftp://x/y"), "Unsupported storage scheme 'ftp'"),
+        (("retinanet", "-O", "fsink=no"), "Did you mean 'fsync'?"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_written(
+    words: tuple[str, ...], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = words
+    assert main(["submission", "rehearse", name, str(tmp_path / "tree"), *options]) == 2
+    assert what in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_interruptions_leave_no_traceback(killed: tuple[Path, dict[str, object], list[str]]) -> None:
     _, _, said = killed
     assert "Traceback" not in "".join(said)

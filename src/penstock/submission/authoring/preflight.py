@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.storage.uri import find_local_paths_at, parse_uri
-from penstock.submission.authoring.owned_tree import HIDDEN, RunSeries
+from penstock.submission.authoring.owned_tree import HIDDEN
 from penstock.submission.edition import Edition
 from penstock.workload.enums import StorageKind
 from penstock.workload.mlperf_divisions import SubmissionDivision, describe_breach
@@ -69,12 +69,19 @@ def require_none(breaches: Iterable[str], where: str) -> None:
 
 
 def training_breaches(
-    edition: Edition, series: RunSeries, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
+    edition: Edition,
+    tree: Path,
+    *,
+    model: str,
+    accelerator: str,
+    num_accelerators: int,
+    num_hosts: int,
+    data: str,
 ) -> Iterator[str]:
     """Yield all breaches of the edition's rules for a training result; `data` is the URI of the data set."""
     workloads = edition.min_utilization_percent
-    if series.model not in workloads:
-        yield describe_breach("2.1.11", series.model, f"is not one of {', '.join(workloads)}")
+    if model not in workloads:
+        yield describe_breach("2.1.11", model, f"is not one of {', '.join(workloads)}")
     if accelerator not in edition.accelerators:
         why = f"is not one of {', '.join(edition.accelerators)}"
         yield describe_breach("2.1.11", accelerator or "no accelerator", why)
@@ -84,7 +91,7 @@ def training_breaches(
     # The storage under test must not hold the tree itself, except for `.mlps/`, which does not belong to the
     # tree.
     if paths := find_local_paths_at(data):
-        place, root = Path(paths.local_root).resolve(), series.tree.root.resolve()
+        place, root = Path(paths.local_root).resolve(), tree.resolve()
         if place.is_relative_to(root) and not place.is_relative_to(root / HIDDEN):
             yield describe_breach("3.4.1", f"--data {place}", "must be outside of the submission's tree")
 

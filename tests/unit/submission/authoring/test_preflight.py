@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,25 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.submission.authoring.owned_tree import RunSeries, claim_tree
 from penstock.submission.authoring.preflight import (
     checkpoint_breaches,
     require_none,
     training_breaches,
 )
 from penstock.submission.edition import load_edition
-from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 V3 = load_edition("v3.0")
 
 
 def breaches(root: Path, model: str = "unet3d", **changes: Any) -> Iterator[str]:
-    series = RunSeries(
-        tree=claim_tree(root, "acme", now=datetime(2026, 7, 1, tzinfo=UTC), by="tests"),
-        division=SubmissionDivision.CLOSED,
-        system="fast",
-        benchmark=Benchmark.TRAINING,
-        model=model,
-    )
     asked: dict[str, Any] = {
         "accelerator": "b200",
         "num_accelerators": 4,
         "num_hosts": 2,
         "data": "/mnt/data",
     } | changes
-    return training_breaches(V3, series, **asked)
+    return training_breaches(V3, root, model=model, **asked)
 
 
 @pytest.mark.parametrize(
