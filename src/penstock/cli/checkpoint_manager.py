@@ -9,7 +9,7 @@ from getpass import getuser
 from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
-from penstock.cli.options import argument, arguments, flag, option, repeated, verb
+from penstock.cli.options import argument, arguments, flag, option, refuse_ignored, repeated, verb
 from penstock.cli.parsers import FOLDER_URI, TEXT, URI, whole
 from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, table
@@ -53,6 +53,8 @@ def status(
     """
     from penstock.checkpoint.levels import cache_tools
 
+    if not caches:
+        refuse_ignored(("--watch",), "flushes are those of caches", fix="Name a cache with --cache.")
     levels = cache_tools.inspect_levels(run, caches)
     if watches:
         _watch(caches, terminal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.cli.options import option, required, verb
+from penstock.cli.options import option, refuse_ignored, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole, with_unit
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
@@ -68,6 +68,12 @@ def plan(
         node_mtbf_s=node_mtbf_s,
         system_mtbf_s=system_mtbf_s,
     )
+    if scheme == "single":
+        refuse_ignored(("--network", "--group"), "a single copy has no redundancy")
+    if group_size > nodes:
+        refuse_ignored(
+            ("--group",), f"{nodes} hosts form no group of {group_size}", fix=f"Give at most {nodes}."
+        )
     members = min(group_size, nodes)
     schemes: dict[str, Callable[[], Scheme]] = {
         "single": Single,

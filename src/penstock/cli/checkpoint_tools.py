@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from penstock.cli.options import argument, flag, option, repeated, verb
+from penstock.cli.options import argument, flag, option, refuse_ignored, repeated, verb
 from penstock.cli.parsers import SIZE, TEXT, URI, choice
 from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
@@ -255,11 +255,16 @@ def convert(
     from penstock.checkpoint.tools import convert as conversion
 
     target = target.rstrip("/")
+    to = Format(target_format or _FORMATS.get(PurePosixPath(target).suffix, "dcp"))
+    if to is not Format.SAFETENSORS or target.endswith(".safetensors"):
+        refuse_ignored(("--shard-size",), "only a directory of safetensors files is sharded")
+    if to is not Format.TORCH_SAVE:
+        refuse_ignored(("--trust",), f"objects are not rebuilt for {to.value}")
     with terminal.progress() as progress:
         report = conversion.convert(
             source,
             target,
-            Format(target_format or _FORMATS.get(PurePosixPath(target).suffix, "dcp")),
+            to,
             only=only,
             tensors_only=tensors_only,
             compress=compresses,

@@ -12,7 +12,7 @@ from socket import gethostname
 from typing import cast
 
 from penstock.cli.option_groups import STORAGE
-from penstock.cli.options import flag, option, optional_argument, repeated, verb
+from penstock.cli.options import flag, option, optional_argument, refuse_ignored, repeated, verb
 from penstock.cli.parsers import FILE, GATE, LAUNCHER, NEW_FILE, NEW_FOLDER, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
@@ -89,12 +89,9 @@ def collect(
         raise UsageError(
             "No hosts are named", where=f"--via {via}", fix="Give --hosts a,b,c or --hostfile FILE."
         )
-    if launcher != "auto" and via != "mpi":
-        raise UsageError(
-            f"--launcher cannot be combined with --via {via}",
-            where=f"--launcher {launcher}",
-            fix="Leave one of them out.",
-        )
+    if via != "mpi":
+        unused = ("--launcher", "--launcher-arg") if via == "local" else ("--launcher",)
+        refuse_ignored(unused, f"--via {via} starts no launcher", fix="Leave one of them out.")
     command_for, variables = plan_agents(
         via,
         environment,
@@ -179,12 +176,11 @@ def check(
     from penstock.cluster.gates.preflight import run_preflight
 
     if file is not None:
-        if gates or data or results:
-            raise UsageError(
-                "FILE cannot be combined with --gate, --data or --results",
-                where=str(file),
-                fix="Leave FILE out to inspect gates, or the options to compare hosts.",
-            )
+        refuse_ignored(
+            ("--gate", "--data", "--option", "--results"),
+            "FILE is compared, and no gate is inspected",
+            fix="Leave FILE out to inspect gates, or the options to compare hosts.",
+        )
         facts = host_facts.read_cluster_facts(file)
         checks = homogeneity.check_homogeneity(facts)
         verdict = homogeneity.overall_verdict(checks)
@@ -199,6 +195,8 @@ def check(
             _view_checks([(check.verdict, check.subject, check.found, check.fix) for check in checks]),
         )
         return _EXIT_CODES[verdict]
+    if data is None:
+        refuse_ignored(("--option",), "no storage is named", fix="Name the storage with --data.")
     environment = untraced(process_environment())
     reopen = None if data is None else partial(open_storage, data, environment, options=dict(storage))
     request = PreflightRequest(environment=environment, uri=data, reopen=reopen, results=results)

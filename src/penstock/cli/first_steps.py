@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import ACCELERATOR, SETTINGS, WorkloadOptions
-from penstock.cli.options import option, optional_argument, verb
+from penstock.cli.options import option, optional_argument, refuse_ignored, verb
 from penstock.cli.parsers import FOLDER, NEW_FOLDER, WORKLOAD, Parser
 from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, table
 from penstock.environment import process_environment
@@ -56,6 +56,7 @@ def workloads(
     from penstock.workload.spec import write_workload
 
     if name is None:
+        refuse_ignored(("--accelerator", "--set"), "all workloads are listed", fix="Name a WORKLOAD.")
         summaries = [_summarize(loaded.workload) for loaded in shipped()]
         lines: list[Line] = []
         for family, members in groupby(summaries, key=lambda summary: summary["family"]):

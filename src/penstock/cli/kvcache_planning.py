@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
-from penstock.cli.options import argument, flag, group, option, optional_argument, verb
+from penstock.cli.options import argument, flag, group, option, optional_argument, refuse_ignored, verb
 from penstock.cli.parsers import FILE, SIZE, TEXT, URI, choice, several, whole
 from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.environment import process_environment
@@ -123,6 +123,12 @@ def size(
     """
     from penstock.kvcache.models import find_model, size_for_trace, size_for_users
 
+    if trace is None:
+        refuse_ignored(
+            ("--format", "--block-tokens", "--chunk-tokens", "--max-requests"),
+            "no trace is read",
+            fix="Leave it out, or name a TRACE.",
+        )
     cached = find_model(model, dtype=dtype)
     document = size_for_users(cached, users, tokens=tokens, tensor=tensor, pipeline=pipeline)
     if trace is not None:

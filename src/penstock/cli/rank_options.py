@@ -25,7 +25,17 @@ from typing import Any, Concatenate, Final
 
 from penstock import environment as env
 from penstock.cli.option_groups import FollowOptions
-from penstock.cli.options import JSON_OPTION, Verb, command_line, fill, group, option, options_of, repeated
+from penstock.cli.options import (
+    JSON_OPTION,
+    Verb,
+    command_line,
+    fill,
+    group,
+    option,
+    options_of,
+    refuse_ignored,
+    repeated,
+)
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal
 from penstock.cluster import launcher_command, launcher_env
@@ -87,6 +97,12 @@ def ranked(
                 ranks = replace(ranks, ranks=default_ranks(values))
             if has_hosts or ranks.ranks not in (None, 1):
                 return _launch(ranks, environment)
+            if ranks.ranks is None:
+                refuse_ignored(
+                    ("--launcher", "--launcher-arg", "--env"),
+                    "nothing is launched",
+                    fix="Leave it out, or add --ranks or --hosts.",
+                )
         # Join as the rank of this process: rank 0 of 1 unless a launcher started it. The supervisor of a
         # launched rank has its own way to end it.
         job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)

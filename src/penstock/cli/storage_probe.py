@@ -116,6 +116,10 @@ def probe(
 
     if "knee" not in parts:
         refuse_ignored(("--request", "--mix", "--depth", "--rates"), "only --measure knee takes it")
+    if set(parts) == {"knee"}:
+        refuse_ignored(("--streams",), "the knee has --depth operations in flight")
+    if set(parts) == {"metadata"}:
+        refuse_ignored(("--size",), "files for metadata rates are empty")
     if "best" not in parts:
         refuse_ignored(("--blocks",), "only --measure best takes it")
     environment = process_environment()

@@ -343,6 +343,14 @@ def test_a_letter_is_short_for_the_same_option_in_every_verb() -> None:
     assert all(len(options) == 1 for options in meanings.values()), meanings
 
 
+DATA = ("unet3d_h100", "--data", "data")
+RUN = ("training", "run", *DATA, "--results", "runs")
+OWN = ("training", "run", "--loader", "my:loader", "--results", "runs")
+SWEEP = ("training", "sweep", *DATA, "--results", "runs", "--most", "2", "--")
+PLAN = ("checkpoint", "plan", "--state", "1TiB", "--nodes", "8", "--fast", "1GB/s", "--slow", "1GB/s",
+        "--node-mtbf", "90d")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "ignored"),
     [
@@ -350,6 +358,43 @@ def test_a_letter_is_short_for_the_same_option_in_every_verb() -> None:
         (("kvcache", "run", "--to", "kv", "--trials", "2"), "--trials"),
         (("storage", "probe", "x", "--request", "4KiB", "--rates", "9"), "--request and --rates"),
         (("storage", "probe", "x", "--measure", "knee", "--blocks", "1MiB"), "--blocks"),
+        (("storage", "probe", "x", "--measure", "knee", "--streams", "4"), "--streams"),
+        (("storage", "probe", "x", "--measure", "metadata", "--size", "4GiB"), "--size"),
+        (("kvcache", "size", "--max-requests", "9", "--format", "mooncake"), "--format and --max-requests"),
+        ((*RUN, "--system", "fast"), "--system"),
+        ((*RUN, "--checkpoints", "saves"), "--checkpoints"),
+        ((*RUN, "--epochs", "2", "--try", "workers=1"), "--epochs and --try"),
+        ((*OWN, "--submission", "x", "--system", "y", "--closed"), "--submission and --system and --closed"),
+        ((*OWN, "--check", "full", "--skip-gate", "ipc"), "--check and --skip-gate"),
+        ((*OWN, "--option", "fsync=false"), "--option"),
+        ((*OWN, "--accelerator", "h100"), "--accelerator"),
+        ((*SWEEP, "--ranks", "4", "--results=x", "--trace", "t"), "--ranks and --results"),
+        ((*SWEEP, "--json"), "--json"),
+        ((*SWEEP, "--data", "x", "--accelerator", "b200"), "--accelerator and --data"),
+        (
+            ("training", "generate", *DATA, "--launcher-arg", "-v", "--env", "HOME"),
+            "--launcher-arg and --env",
+        ),
+        (("workloads", "--accelerator", "h100", "--set", "train.epochs=1"), "--accelerator and --set"),
+        (("checkpoint", "run", "llama3-8b", "--to", "x", "--results", "r", "--system", "fast"), "--system"),
+        (
+            ("checkpoint", "run", "llama3-8b", "--to", "x", "--results", "r", "--accelerator", "b200"),
+            "--accelerator",
+        ),
+        (("checkpoint", "size", "llama3-8b", "--subset"), "--subset"),
+        (("checkpoint", "status", "run", "--watch"), "--watch"),
+        (("checkpoint", "convert", "a", "b", "--shard-size", "1GB"), "--shard-size"),
+        (("checkpoint", "convert", "a", "b", "--trust"), "--trust"),
+        (("checkpoint", "convert", "a", "b.safetensors", "--shard-size", "1GB"), "--shard-size"),
+        ((*PLAN, "--scheme", "single", "--group", "4", "--network", "1GB/s"), "--network and --group"),
+        ((*PLAN, "--nodes", "4", "--group", "5"), "--group"),
+        (("cluster", "check", "cluster.json", "--gate", "ipc", "-O", "a=b"), "--gate and --option"),
+        (("cluster", "check", "-O", "a=b"), "--option"),
+        (
+            ("cluster", "collect", "--launcher", "srun", "--launcher-arg", "-v"),
+            "--launcher and --launcher-arg",
+        ),
+        (("submission", "rehearse", "llama3-8b", "tree", "--set", "train.epochs=1"), "--set"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(

@@ -299,9 +299,15 @@ def test_loader_is_as_it_was_after_the_run() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("unet3d", "--batch-time", "1s", "--data", "data"), "belong to a loader of your own"),
+        (
+            ("unet3d", "--batch-time", "1s", "--data", "data"),
+            "--batch-time would be ignored: only a loader of your own takes it",
+        ),
         ((), "Missing argument 'WORKLOAD'"),
-        (("--loader", "my_loaders:slow", "--threads", "4"), "--threads does not go with"),
+        (
+            ("--loader", "my_loaders:slow", "--threads", "4"),
+            "--threads would be ignored: a loader of your own",
+        ),
         (("--loader", "my_loaders:slow", "--try", "magic=4"), "workers=N, prefetch=N"),
         (("--loader", "my_loaders:slow", "--step", "x:y", "--batch-time", "1s"), "mutually exclusive"),
     ],
