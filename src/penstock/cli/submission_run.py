@@ -39,7 +39,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
-    from penstock.results.run_record import HostFacts
+    from penstock.results.provenance import HostFacts
     from penstock.submission.authoring.owned_tree import RunSeries
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workload.sizing import DatasetSizing

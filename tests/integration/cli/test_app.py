@@ -181,15 +181,16 @@ def test_a_reader_that_leaves_early_changes_neither_exit_code_nor_messages(
     (tmp_path / "trace.pfw").write_text(f"[\n{event}\n")
     reading, writing = os.pipe()
     os.close(reading)
-    kept = {"stdout": "stderr", "stderr": "stdout"}[stream]
     command = [sys.executable, "-m", "penstock", *words]
     read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    unread = subprocess.run(
-        command, cwd=tmp_path, text=True, check=False, timeout=60, **{stream: writing, kept: subprocess.PIPE}
-    )
+    out, err = (writing, subprocess.PIPE) if stream == "stdout" else (subprocess.PIPE, writing)
+    unread = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=err, text=True, check=False, timeout=60)
     os.close(writing)
     assert (read.returncode, unread.returncode) == (code, code), read.stderr
-    assert getattr(unread, kept) == getattr(read, kept)
+    if stream == "stdout":
+        assert unread.stderr == read.stderr
+    else:
+        assert unread.stdout == read.stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
