@@ -14,7 +14,7 @@ from penstock.cli.options import option, optional_argument, refuse_ignored, verb
 from penstock.cli.parsers import FOLDER, NEW_FOLDER, WORKLOAD, Parser
 from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, table
 from penstock.environment import process_environment
-from penstock.errors import Unavailable, UsageError
+from penstock.errors import UsageError
 from penstock.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -189,9 +189,7 @@ def demo(
 
 def _find_pages() -> Mapping[str, Path]:
     """Map each topic to its page. A topic is the name of the page's file, without suffix."""
-    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
-    if folder is None:
-        raise Unavailable("This installation has no pages", fix="Install Penstock from its wheel.")
+    folder = next(filter(Path.is_dir, _FOLDERS))
     return {page.stem: page for page in sorted(folder.glob("*.md"))}
 
 

@@ -61,7 +61,6 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "what-if": (),
     "skip-fs-separation-gate": (),
     "id": ("-i",),
-    "limit": (),
     "dlio-bin-path": ("-dp",),
     "allow-invalid-params": ("-aip",),
 }
@@ -81,6 +80,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "timeseries-interval": "counters are read every second",
     "max-timeseries-samples": "counters are thinned out automatically",
     "cluster-collector-shared-staging": "nothing is staged on hosts",
+    "limit": "all runs are listed",
 }
 """Options that have no effect here, with the reason."""
 FLAGS: Final = frozenset({
@@ -136,7 +136,11 @@ def parse(
     """Parse a command line. Its options take precedence over `defaults`, the options in a file."""
     unsupported = next((word for word in words[:2] if word in _UNSUPPORTED), None)
     if unsupported is not None:  # its options are not known here, so they are not parsed
-        return MlpstorageCommand(benchmark=unsupported, command="run")
+        raise UsageError(
+            "penstock-mlpstorage runs training and checkpointing alone",
+            where=unsupported,
+            fix=_UNSUPPORTED[unsupported],
+        )
     positional, own_options = _split(words)
     options = {**(defaults or {}), **own_options}
     if not positional:
@@ -221,12 +225,6 @@ def translate(
 
     `is_tree` returns true if a folder is a submission tree.
     """
-    if command.benchmark in _UNSUPPORTED:
-        raise UsageError(
-            "penstock-mlpstorage runs training and checkpointing alone",
-            where=command.benchmark,
-            fix=_UNSUPPORTED[command.benchmark],
-        )
     remarks = [f"--{name} is ignored: {why}" for name, why in IGNORED.items() if command.has(name)]
     if command.benchmark:
         translator = _BenchmarkTranslator(command, environment, is_tree)

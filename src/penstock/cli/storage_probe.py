@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 
 _KNEE_PANEL = "Loads up to the knee"
+_TAKEN_BY = {
+    ("--request", "--mix", "--depth", "--rates"): {"knee"},
+    ("--blocks",): {"best"},
+    ("--streams",): {"best", "metadata"},
+    ("--size",): {"best", "knee"},
+}
+"""The parts of a probe that take each option."""
 
 
 @followed
@@ -114,14 +121,9 @@ def probe(
     from penstock.bench.probe.probe_page import make_probe_page
     from penstock.bench.recorded_run import RunSettings
 
-    if "knee" not in parts:
-        refuse_ignored(("--request", "--mix", "--depth", "--rates"), "only --measure knee takes it")
-    if set(parts) == {"knee"}:
-        refuse_ignored(("--streams",), "the knee has --depth operations in flight")
-    if set(parts) == {"metadata"}:
-        refuse_ignored(("--size",), "files for metadata rates are empty")
-    if "best" not in parts:
-        refuse_ignored(("--blocks",), "only --measure best takes it")
+    for names, takers in _TAKEN_BY.items():
+        if not takers & {*parts}:
+            refuse_ignored(names, f"only --measure {' or '.join(sorted(takers))} takes it")
     environment = process_environment()
     request = ProbeRequest(
         uri=uri,

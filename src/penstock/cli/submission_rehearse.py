@@ -141,8 +141,7 @@ def rehearse(
     if is_checkpointing:
         plan_model(checkpoint_options, ranks=comm.size)
     else:
-        silent = replace(terminal, speaks=False)
-        require_valid_training(training_options, comm=comm, terminal=silent)
+        require_valid_training(training_options, comm=comm, terminal=replace(terminal, speaks=False))
     data_options.opener(rank=comm.rank, is_traced=False)()
     _prepare_tree(folder, description, comm, terminal)
     if is_checkpointing:

@@ -415,15 +415,6 @@ def sweep(
     fed, tries = accelerator_sweep.find_most_accelerators(
         accelerator_sweep.run_command([*words, *run_words]), most=max_accelerators
     )
-    rows = [
-        {
-            "accelerators": str(attempt.accelerators),
-            "AU %": f"{attempt.au_compat:.2f}",
-            "samples/s": f"{attempt.samples_per_s:,.1f}",
-            **accelerator_sweep.verdict_columns(attempt),
-        }
-        for attempt in tries
-    ]
     at_least, limit = accelerator_sweep.sum_up(fed, tries)
     document = {
         "accelerators": fed,
@@ -432,6 +423,7 @@ def sweep(
         "limit": limit,
         "tries": [asdict(attempt) for attempt in tries],
     }
+    rows = accelerator_sweep.try_rows(tries)
     terminal.result(document, table(accelerator_sweep.say_answer(fed, tries), rows))
     write_page(page, lambda: accelerator_sweep.make_sweep_page(fed, tries, workload.name, data.uri), terminal)
     return 0 if fed else 1

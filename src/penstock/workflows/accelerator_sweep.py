@@ -11,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Final
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 from penstock.results.phase_figures import Bottleneck
 from penstock.units import format_count
 
+_ACCELERATORS: Final = attrgetter("accelerators")
 _LEAVE_S: Final = 15.0
 """The time that an interrupted run may take to exit; its ranks have their own, shorter limits."""
 
@@ -48,14 +50,10 @@ def sum_up(passed: int, tries: Sequence[SweepRun]) -> tuple[int, str | None]:
 
     If the limit is the client's, the storage feeds at least that number.
     """
-    failed = min((one for one in tries if not one.meets_threshold), default=None, key=_accelerators)
+    failed = min((one for one in tries if not one.meets_threshold), default=None, key=_ACCELERATORS)
     if failed is None or not failed.is_fed:
         return passed, (failed.bottleneck or "not known") if failed else None
     return max(one.accelerators for one in tries if one.is_fed), "client"
-
-
-def _accelerators(one: SweepRun) -> int:
-    return one.accelerators
 
 
 def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
@@ -71,10 +69,6 @@ def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
 
 def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tuple[int, list[SweepRun]]:
     """Return the most accelerators, up to `most`, whose run passes (0 if none does), and all tries."""
-    if most < 1:
-        raise UsageError(
-            f"A sweep needs at least one accelerator, not {most}", where="--most", fix="Give at least 1."
-        )
     tries: dict[int, SweepRun] = {}
 
     def passes(accelerators: int) -> bool:
@@ -129,18 +123,25 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
     return run
 
 
-def verdict_columns(one: SweepRun) -> dict[str, str]:
-    """Return the columns that show whether a run passed, whether its storage kept up, and what limited it."""
-    return {
-        "AU reached": "yes" if one.meets_threshold else "no",
-        "fed by storage": "yes" if one.is_fed else "no",
-        "limit": one.bottleneck or "-",
-    }
+def try_rows(tries: Sequence[SweepRun]) -> list[dict[str, str]]:
+    """Return a row for each run: whether it passed, whether its storage kept up, and what limited it."""
+    return [
+        {
+            "accelerators": str(one.accelerators),
+            "AU %": f"{one.au_compat:.2f}",
+            "samples/s": f"{one.samples_per_s:,.1f}",
+            "AU reached": "yes" if one.meets_threshold else "no",
+            "fed by storage": "yes" if one.is_fed else "no",
+            "limit": one.bottleneck or "-",
+            "folder": one.results_dir,
+        }
+        for one in tries
+    ]
 
 
 def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage: str) -> Report:
     """Make the page of all tries, each of which has its own page."""
-    tries = sorted(tries, key=_accelerators)
+    tries = sorted(tries, key=_ACCELERATORS)
     _, limit = sum_up(fed, tries)
     names = [str(one.accelerators) for one in tries]
     failed = next((one for one in tries if not one.meets_threshold), None)
@@ -181,21 +182,5 @@ def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage:
                 series=[Series(y=[one.samples_per_s for one in tries])],
             ),
         ],
-        sections=[
-            table_section(
-                "tries",
-                "All runs",
-                [
-                    {
-                        "accelerators": str(one.accelerators),
-                        "AU %": f"{one.au_compat:.2f}",
-                        "samples/s": f"{one.samples_per_s:,.1f}",
-                        **verdict_columns(one),
-                        "folder": one.results_dir,
-                    }
-                    for one in tries
-                ],
-                bars="AU %",
-            )
-        ],
+        sections=[table_section("tries", "All runs", try_rows(tries), bars="AU %")],
     )

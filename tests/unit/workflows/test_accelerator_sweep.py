@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import UsageError
 from penstock.workflows.accelerator_sweep import (
     SweepRun,
     find_most_accelerators,
@@ -82,8 +81,3 @@ def test_a_client_that_does_not_keep_up_is_not_the_storages_limit(bottleneck: st
         == "The storage feeds at least 4 accelerators; this client keeps 2 busy and is the limit"
     )
     assert banner.limited_by == "client"
-
-
-def test_a_sweep_up_to_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="--most"):
-        _sweep(fed=1, most=0)
