@@ -120,6 +120,7 @@ def probe(
     from penstock.bench.probe.load_plan import LoadRequest
     from penstock.bench.probe.probe_page import make_probe_page
     from penstock.bench.recorded_run import RunSettings
+    from penstock.storage import open_storage
 
     for names, takers in _TAKEN_BY.items():
         if not takers & {*parts}:
@@ -138,6 +139,7 @@ def probe(
             rates=rates,
         ),
     )
+    open_storage(uri, environment, options=dict(storage), rank=comm.rank)  # before a run's folder is made
     measure = partial(probe_storage, request, environment=environment)
     if results is not None:
         settings = RunSettings(results=results, command=command_line(), environment=environment, pages=PAGES)

@@ -410,6 +410,15 @@ def test_an_option_that_would_be_ignored_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [("ftp://x",), ("x", "-O", "fsink=no")])
+def test_a_probe_of_no_storage_leaves_no_run(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["storage", "probe", *words, "--results", "runs"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_pages_that_messages_name_are_there() -> None:
     root = Path(penstock.__file__).parents[2]
     named = {
