@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.errors import Unavailable
+from penstock.errors import Unavailable, UsageError
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
 from penstock.submission.find_results import Submitter, find_submitters, list_benchmarks, walk_result_dirs
 from penstock.submission.parsed_file import MAX_YAML_BYTES, read_bytes
@@ -31,6 +31,7 @@ from penstock.submission.tree_layout import (
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.strict_yaml import parse_yaml
 
+EDITIONS: Final = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 AUTO: Final = "auto"
 _ONLY_V3: Final = b"usable_capacity_tib"
 """A key that v3.0 requires in every description, and that no other edition has."""
@@ -202,6 +203,8 @@ class Edition(_Strict):
 
 @cache
 def load_edition(name: str) -> Edition:
+    if name not in EDITIONS:
+        raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(EDITIONS)}.")
     return Edition.model_validate(_read_edition(name))
 
 
