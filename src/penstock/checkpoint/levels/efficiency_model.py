@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.levels.options import Scheme
-from penstock.checkpoint.manager.policies import daly_interval_s
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,11 +163,11 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 
 def best_interval_s(strategy: Strategy) -> float:
-    """Return the most efficient interval. With a single kind of failure, it is Daly's interval."""
-    rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
-    guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
-    candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
-    return max(candidates, key=lambda interval_s: efficiency(strategy, interval_s))
+    """Return the most efficient interval: the one at which the derivative of `efficiency` is zero."""
+    blocked_s, failures = strategy.blocked_s, strategy.failures
+    rate = sum(failure.every / failure.mtbf_s for failure in failures)
+    fixed = sum((failure.recovery_s + failure.latency_s) / failure.mtbf_s for failure in failures)
+    return max(math.sqrt(blocked_s**2 + 2 * blocked_s * (1 + fixed) / rate), 1e-3)
 
 
 def simulate(

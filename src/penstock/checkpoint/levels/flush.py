@@ -423,15 +423,14 @@ class Flusher:
 
         A file gets its final name once it is durable.
         """
-        if self._pace.bytes_per_s != (note.bytes_per_s or math.inf):
-            self._pace = RateLimiter(note.bytes_per_s or math.inf)
+        rate = note.bytes_per_s or math.inf
+        if self._pace.bytes_per_s != rate:
+            self._pace = RateLimiter(rate)
         self._now = self._now.model_copy(update={"step": step})
         self._began_s, self._moved_bytes = time.monotonic(), 0
-        block_bytes = BLOCK_BYTES
-        if note.bytes_per_s is not None:
-            # At most what the rate allows in a tenth of a second, so that the rate stays even.
-            wanted = int(note.bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES
-            block_bytes = max(min(wanted, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
+        # At most what the rate allows in a tenth of a second, so that the rate stays even.
+        wanted = int(min(rate / 10, BLOCK_BYTES)) // PAGE_BYTES * PAGE_BYTES
+        block_bytes = max(wanted, SMALLEST_BLOCK_BYTES)
         source = prefer_direct_access(self._cache, reads=share.key(files[0].name))
 
         def copy_one(file: ManifestFile) -> None:
