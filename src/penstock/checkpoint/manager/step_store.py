@@ -247,7 +247,12 @@ class RestoreSearch:
                 raise error
             return classify_fault(error), blame(self._comm, error)
 
-        answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
+        try:
+            answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
+        except RankError as parting:
+            if isinstance(error, RankError) and not isinstance(parting, RankFailed):
+                return False  # it has cut this rank off from the others, and says more
+            raise
         failures = [answer for answer in answers if answer is not None]
         for fault, failure in failures:
             if fault == "caller":

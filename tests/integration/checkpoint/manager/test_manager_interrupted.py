@@ -59,6 +59,7 @@ def interrupt(rank: int, root: Path, action: str) -> list[str]:
 def test_a_rank_that_was_interrupted_refuses_all_later_calls(tmp_path: Path, action: str) -> None:
     first, interrupted = on_gloo_ranks(2, interrupt, tmp_path, action)
     assert first[0].startswith(("WaitTimeout", "RankError"))
+    assert "out of step" not in first[0], "the error that came first says what the rank was waiting for"
     assert interrupted[0].startswith("KeyboardInterrupt")
     for told in interrupted[1:]:
         assert "it gave up waiting for the others when it was interrupted" in told
