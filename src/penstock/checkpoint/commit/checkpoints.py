@@ -116,19 +116,17 @@ class CheckpointRef:
 
     def read_manifest(self) -> Manifest:
         """Return the checkpoint's manifest; raise `ObjectNotFound` if it is another program's checkpoint."""
-        manifest = read_manifest(self._read_whole(MANIFEST_NAME), self.uri)
+        content = read_object(self.storage, self.key(MANIFEST_NAME), at_most=MOST_WHOLE)
+        manifest = read_manifest(content, self.uri)
         require_step(manifest, self.step, self.uri)
         return manifest
 
-    def _read_whole(self, name: str) -> bytearray:
-        return read_object(self.storage, self.key(name), at_most=MOST_WHOLE)
-
     def read_seal(self) -> tuple[Manifest, Seal]:
         """Return the parsed manifest and the seal; raise `DataDamaged` if either of its files has changed."""
-        content = bytes(self._read_whole(MANIFEST_NAME))
+        content = bytes(read_object(self.storage, self.key(MANIFEST_NAME), at_most=MOST_WHOLE))
         manifest = read_manifest(content, self.uri)
         require_step(manifest, self.step, self.uri)
-        metadata = bytes(self._read_whole(METADATA_NAME))
+        metadata = bytes(read_object(self.storage, self.key(METADATA_NAME), at_most=MOST_WHOLE))
         if checksum_of(metadata) != manifest.metadata_sum:
             raise DataDamaged("The checksum of its .metadata differs", where=self.uri)
         sizes = {file.name: file.size_bytes for file in manifest.files}

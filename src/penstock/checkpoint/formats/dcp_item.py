@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import struct
 import zlib
 from collections import OrderedDict
@@ -106,22 +107,42 @@ def require_known_transforms(
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
     """Load the object of one item. Without `trust`, raise `UsageError` unless all of it is plain data."""
     plain = undo_transforms(item, transforms, where, at_most=None if trust else most_unpacked(item))
+    pickled = _pickled_scalar(plain)
+    if pickled is None and not trust:
+        try:
+            archive, record = open_item(plain, where)
+        except DataDamaged as error:
+            raise DataDamaged(f"The object {name} cannot be read: {error.what}", where=where) from error
+        return read_data(archive.value, record, name, where)
     try:
-        if trust:
-            import torch  # noqa: PLC0415 - see `object_bytes`
+        if pickled is not None:
+            return pickle.loads(pickled)  # noqa: S301 - None, a Boolean, a number or text
+        import torch  # noqa: PLC0415 - see `object_bytes`
 
-            return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
-        archive, record = _open_small(plain) if len(plain) <= HEAD_BYTES else open_item(plain, where)
-    except (DataDamaged, MemoryError, *UNREADABLE) as error:
-        what = error.what if isinstance(error, DataDamaged) else repr(error)
-        raise DataDamaged(f"The object {name} cannot be read: {what}", where=where) from error
-    return read_data(archive.value, record, name, where)
+        return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
+    except (MemoryError, *UNREADABLE) as error:
+        raise DataDamaged(f"The object {name} cannot be unpickled: {error!r}", where=where) from error
 
 
-@lru_cache(256)
-def _open_small(item: bytes) -> tuple[TorchSaveArchive, Callable[[TensorRef], bytearray]]:
-    # Optimizers repeat the same options thousands of times.
-    return open_item(item, "")
+_SCALAR: Final = re.compile(
+    rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})|G.{8}|X.{4}.*q\0)\.",
+    re.DOTALL,
+)
+
+
+def _pickled_scalar(item: bytes) -> bytes | None:
+    """Return the pickle in an item if torch saved a single scalar, or None.
+
+    Avoids reading an archive, which takes a while.
+    """
+    name, begin = next(_records_in(item[:HEAD_BYTES]), (b"", 0))
+    end = item.find(_AFTER_RECORD, begin, HEAD_BYTES)
+    pickled = item[begin:end]
+    if end < 0 or not name.endswith(b"/data.pkl") or not _SCALAR.fullmatch(pickled):
+        return None
+    if pickled[2:3] == b"X" and int.from_bytes(pickled[3:7], "little") != len(pickled) - 10:
+        return None
+    return pickled
 
 
 def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:

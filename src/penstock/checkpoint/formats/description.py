@@ -46,6 +46,7 @@ from penstock.checkpoint.state.regions import (
     pad_rows,
     refuse_index,
     require,
+    require_few_values,
 )
 from penstock.errors import (
     AccessRefused,
@@ -58,7 +59,6 @@ from penstock.errors import (
 )
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.files.local_files import count_values
 from penstock.storage.protocol import MOST_WHOLE, check_key
 
 if TYPE_CHECKING:
@@ -231,11 +231,14 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         files.append({"name": file.name, "size_bytes": file.size_bytes, "items": items})
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
     rest = b'",' + text[1:].encode() + b"\n"
-    if len(rest) > MOST_WHOLE or count_values(rest) > _MOST_VALUES:
+    try:
+        require(len(rest) <= MOST_WHOLE, f"it has {len(rest):,} bytes")
+        require_few_values(rest, _MOST_VALUES)
+    except ValueError as error:
         raise UsageError(
-            f"A checkpoint of {sum(map(len, manifest.files)):,} parts would be too large to describe",
-            fix="Save it as several checkpoints, or in fewer and larger parts.",
-        )
+            f"The description of {sum(map(len, manifest.files)):,} parts is too large: {error}",
+            fix="Save several checkpoints, or fewer and larger parts.",
+        ) from error
     return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
 
 
@@ -331,8 +334,10 @@ def read_manifest(content: bytes | bytearray, where: str) -> Manifest:
             where=where,
             fix="Load an older checkpoint; stock torch may still load this one, unverified.",
         )
-    if count_values(content) > _MOST_VALUES:
-        raise DataDamaged(f"The manifest has more than {_MOST_VALUES:,} values", where=where)
+    try:
+        require_few_values(content, _MOST_VALUES)
+    except ValueError as error:
+        raise DataDamaged(f"The manifest cannot be read: {error}", where=where) from error
     try:
         document = _Document.model_validate_json(content)
     except ValidationError as error:

@@ -19,11 +19,11 @@ from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     StoredRegions,
     TensorFacts,
-    require,
+    require_few_values,
     whole_regions,
 )
 from penstock.errors import DataDamaged, Unavailable
-from penstock.storage.files.local_files import count_values, parse_json
+from penstock.storage.files.local_files import parse_json
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.torch_save import ReadRange
@@ -60,9 +60,8 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
     if header_bytes > min(LARGEST_HEADER, size_bytes - 8):
         raise _damaged(f"its header would have {header_bytes} bytes", where)
     content = bytes(read(8, header_bytes))
-    if count_values(content) > _MOST_VALUES:
-        raise _damaged(f"its header has more than {_MOST_VALUES} values", where)
     try:
+        require_few_values(content, _MOST_VALUES)
         header = from_json(content)
     except ValueError as error:
         raise _damaged(f"its header cannot be parsed: {error}", where) from error
@@ -147,7 +146,7 @@ def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str)
 def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
     """Return the file of each tensor, by name, from a Hugging Face index."""
     try:
-        require(count_values(content) <= _MOST_VALUES, f"it has more than {_MOST_VALUES} values")
+        require_few_values(content, _MOST_VALUES)
         document: Any = parse_json(content)
     except ValueError as error:
         raise DataDamaged(f"This index cannot be parsed: {error}", where=where, fix=_FETCH) from error

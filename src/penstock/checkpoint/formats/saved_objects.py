@@ -113,8 +113,6 @@ class Rebuilding:
             return torch.device(value) if isinstance(value, DeviceName) else torch.Size(value)
         if isinstance(value, tuple | set | frozenset):
             return type(value)([self.made(inner) for inner in value])
-        if isinstance(value, bytearray):
-            return value[:]
         if isinstance(value, slice):
             return slice(self.made(value.start), self.made(value.stop), self.made(value.step))
         if isinstance(value, Opaque):

@@ -267,6 +267,13 @@ def require(is_right: object, what: str) -> None:
         raise ValueError(what)
 
 
+def require_few_values(document: bytes | bytearray, most: int) -> None:
+    """Raise `ValueError` if JSON may have more than `most` values, whose objects take up to 70 bytes each."""
+    num_values = 1 + sum(map(document.count, (b",", b"[", b"{")))
+    if num_values > most:
+        raise ValueError(f"it has more than {most:,} values")
+
+
 @dataclass(frozen=True, slots=True)
 class ElementType:
     """One element type. A name is None if the format lacks the type."""

@@ -160,11 +160,6 @@ def parse_json(text: str | bytes | bytearray, *, has_nan: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def count_values(document: bytes | bytearray) -> int:
-    """Return a number that a JSON document's values cannot exceed: their objects take up to 70 bytes each."""
-    return 1 + sum(map(document.count, (b",", b"[", b"{")))
-
-
 def _parse_number(text: str) -> float:
     number = float(text)
     if not isfinite(number):

@@ -186,14 +186,6 @@ def test_an_object_of_a_module_with_a_hyphen_needs_trust(
     assert names_beyond_data(open_item(item, "here")[0].value) == ["conf-v2.Config"]
 
 
-def test_equal_items_become_different_objects() -> None:
-    item = object_bytes({"rows": [1], "bytes": bytearray(b"x")})
-    first, second = (load_object(item, "x", trust=False, where="here") for _ in range(2))
-    first["rows"].append(2)
-    first["bytes"].extend(b"y")
-    assert second == {"rows": [1], "bytes": bytearray(b"x")}
-
-
 @pytest.mark.parametrize(
     "value",
     [None, True, 0, 255, -1, 65536, -(1 << 70), 1 << 2000, -0.0, 2.5, "", "é\0q.", "PK\x07\x08"],

@@ -156,7 +156,7 @@ def test_a_manifest_of_millions_of_values_is_neither_read_nor_written() -> None:
         with pytest.raises(DataDamaged, match="more than 16,777,216 values"):
             read_manifest(resummed(whole.replace(b'"path":[', b'"path":[' + many)), "here")
     facts = {"many": "," * (1 << 24)}
-    with pytest.raises(UsageError, match="too large to describe"):
+    with pytest.raises(UsageError, match="parts is too large: it has more than"):
         manifest_bytes(replace(some_manifest(), facts=facts))
 
 

@@ -80,9 +80,9 @@ def test_millions_of_values_are_refused_unparsed() -> None:
     from penstock.checkpoint.formats.safetensors import read_index
 
     many = b'{"weight_map": [' + b"[[[]]]," * (1 << 20) + b"0]}"
-    with pytest.raises(DataDamaged, match="more than 4194304 values"):
+    with pytest.raises(DataDamaged, match="more than 4,194,304 values"):
         header_of(made(many))
-    with pytest.raises(DataDamaged, match="more than 4194304 values"):
+    with pytest.raises(DataDamaged, match="more than 4,194,304 values"):
         read_index(many, "here")
 
 
@@ -123,7 +123,7 @@ def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
             "epoch of '__metadata__' is 3 in its header and should be text",
         ),
         ({"x": entry("F32", [1 << 61] * 65, 0, 4)}, "shape of 'x' is [2305843009213693952, "),
-        ({f"{number}": [0] * 1025 for number in range(4096)}, "more than 4194304 values"),
+        ({f"{number}": [0] * 1025 for number in range(4096)}, "more than 4,194,304 values"),
         (b"[" * 5000, "its header cannot be parsed: recursion limit exceeded"),
         (b'{"x": %s}' % (b"9" * 5000), "its header cannot be parsed: number out of range"),
     ],
