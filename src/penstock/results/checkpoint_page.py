@@ -78,9 +78,9 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
             to_do=_RESUME,
         )
         return Report(title=f"Checkpoint run {record.id}", subtitle="", banner=banner), {}
-    throughput, all_rounds = read_throughput(folder), figures.get("checkpoints", ())
-    origin_s = min((one["began_at_s"] for one in all_rounds), default=0.0)
-    end_s = max((one["ended_at_s"] for one in all_rounds), default=1.0) - origin_s
+    throughput, all_rounds = read_throughput(folder), figures["checkpoints"]
+    origin_s = min(one["began_at_s"] for one in all_rounds)
+    end_s = max(one["ended_at_s"] for one in all_rounds) - origin_s
     edges = np.linspace(0.0, max(end_s, 1e-3), MOST_BUCKETS + 1)
     num_ranks = max(map(len, throughput.values()), default=0)
     rates = {direction: np.zeros((num_ranks, MOST_BUCKETS)) for direction in _DOING}
@@ -166,7 +166,7 @@ def _banner(run: CheckpointRun) -> Banner:
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
     """Yield the troubles that stand out, most serious first."""
-    all_rounds = run.figures.get("checkpoints", ())
+    all_rounds = run.figures["checkpoints"]
     wrong = sum(one["wrong_bytes"] for one in all_rounds)
     if wrong:
         first = next(one["wrong"][0] for one in all_rounds if one["wrong"])
@@ -283,7 +283,7 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
     text = [f"While {_DOING[delivery.direction]}, {delivery.why}." for delivery in run.record.deliveries]
     if gap is not None:
         text.insert(0, f"The first read began {format_seconds(gap)} after the last write.")
-    all_rounds = run.figures.get("checkpoints", ())
+    all_rounds = run.figures["checkpoints"]
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -294,8 +294,7 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
         }
         for one in all_rounds
     ]
-    tables = [Table(rows)] if rows else ()
-    yield Section(name="proof", title="Cold reads and verified bytes", text=text, tables=tables)
+    yield Section(name="proof", title="Cold reads and verified bytes", text=text, tables=[Table(rows)])
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -309,5 +308,4 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
         }
         for one in all_rounds
     ]
-    if rows:
-        yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")
+    yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")
