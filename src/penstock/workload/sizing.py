@@ -130,7 +130,7 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
     proof = [
         (
             f"steps: {MIN_STEPS} steps x {request.batch_size:,} samples x "
-            f"{request.num_accelerators:,} accelerators = {by_steps:,} {unit}"
+            f"{format_count(request.num_accelerators, 'accelerator')} = {by_steps:,} {unit}"
         ),
         (
             f"memory: {MEMORY_MULTIPLE} x {memory} / {bytes_text(request.record_bytes)} B = "

@@ -160,7 +160,7 @@ def test_two_ranks_under_torchrun_join_one_job(here: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     check_files(here / "out", ranks=2, epochs=2)
-    assert "4 files were deleted" in result.stderr
+    assert "4 files deleted" in result.stderr
 
 
 def test_generation_and_training_can_be_separate_commands(
@@ -247,7 +247,7 @@ def test_workload_in_config_dir_is_found(here: Path) -> None:
 def test_data_files_are_deleted_unless_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command("unet3d_h100", "dataset.keep_files=False"), "hydra.run.dir=out"]) == 0
     assert not [path for path in (here / "data").rglob("*") if path.is_file()]
-    assert "keep_files is false: 2 files were deleted" in capsys.readouterr().err
+    assert "keep_files is false: 2 files deleted" in capsys.readouterr().err
     check_files(here / "out", ranks=1, epochs=2)
 
 
@@ -255,7 +255,7 @@ def test_files_for_evaluation_are_deleted_as_well(here: Path, capsys: pytest.Cap
     settings = ("dataset.keep_files=False", "dataset.num_files_eval=3", "workflow.evaluation=True")
     assert main([*command("unet3d_h100", *settings), "hydra.run.dir=out"]) == 0
     assert not [path for path in (here / "data").rglob("*") if path.is_file()]
-    assert "keep_files is false: 5 files were deleted" in capsys.readouterr().err
+    assert "keep_files is false: 5 files deleted" in capsys.readouterr().err
 
 
 def test_reused_folder_holds_only_the_later_run(here: Path) -> None:

@@ -179,7 +179,7 @@ def test_too_small_data_set_is_refused_with_the_proof(tree: str, tmp_path: Path,
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     refused = penstock("submission", "run", "training", "unet3d_b200", *SMALL, *place)
     assert refused.returncode == 2
-    assert "500 steps x 7 samples x 1 accelerators = 3,500 files" in refused.stderr
+    assert "500 steps x 7 samples x 1 accelerator = 3,500 files" in refused.stderr
 
 
 def test_description_is_written_once_and_then_compared_with_the_machine(

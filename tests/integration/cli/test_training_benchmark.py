@@ -145,7 +145,7 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
         (("--closed",), "reader.batch_size must stay as it is in the closed division (rule 3.6.2)"),
         (("--remainder", "halve"), "Invalid value 'halve' (--remainder). Choose from: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files, but dataset.num_files_train is 99"),
-        (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
+        (("--set", "reader.batch_size=50"), "28 samples are too few for 1 rank with batches of 50"),
     ],
 )
 def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...], said: str) -> None:

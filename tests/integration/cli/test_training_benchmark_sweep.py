@@ -59,4 +59,4 @@ def test_failing_run_ends_the_sweep_with_its_error(tmp_path: Path) -> None:
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
     assert result.returncode == 1
     assert "root folder failed: No such file or directory" in result.stderr
-    assert "The run with 1 accelerators failed" in result.stderr
+    assert "The run with 1 accelerator failed" in result.stderr

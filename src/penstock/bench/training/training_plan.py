@@ -209,8 +209,8 @@ def require_steps(sharding: Sharding, *, what: str) -> None:
     together = sharding.num_ranks * sharding.group
     if sharding.num_items < (1 if sharding.division is Remainder.PAD else together):
         raise UsageError(
-            f"{sharding.num_samples:,} samples are too few for {sharding.num_ranks} ranks with batches of "
-            f"{sharding.batch_size}: {what} would have no step",
+            f"{sharding.num_samples:,} samples are too few for {format_count(sharding.num_ranks, 'rank')} "
+            f"with batches of {sharding.batch_size}: {what} would have no step",
             fix="Use more files, fewer ranks or smaller batches.",
         )
     if sharding.division is Remainder.ERROR and sharding.num_items % together:
