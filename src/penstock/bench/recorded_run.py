@@ -118,6 +118,8 @@ class RunSettings:
                 if self.run_folder is None:
                     run = ActiveRun.start(self.results, request, pages=self.pages)
                 else:
+                    # Two commands that name one folder would both find no active run there.
+                    resources.enter_context(locked_folder(self.run_folder))
                     run = ActiveRun.start_in(self.run_folder, request, results=self.results)
                 resources.enter_context(run)
                 if progress is not None:

@@ -54,7 +54,30 @@ def test_a_probe_in_a_folder_keeps_its_result_there_or_why_there_is_none(tmp_pat
         run("bad", replace(SMALL, uri=f"file://{tmp_path}/data", size_bytes=1 << 60))
     failed = read_record(tmp_path / "bad")
     assert (failed.outcome, failed.plan["size_bytes"]) == ("failed", 1 << 60)
-    assert "no room" in failed.why.lower() or "space" in failed.why.lower()
+    assert failed.why.startswith("Each measurement of this probe takes 1 EiB, but only ")
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from penstock.storage.volumes import locked_folder
+with locked_folder(Path(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_that_another_process_takes_for_its_run_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    settings = RunSettings(results=tmp_path, run_folder=folder, environment=dict(os.environ))
+    words = [sys.executable, "-c", LOCK, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UsageError, match=f"{other.pid}.* is using this folder"):
+            probe_in_folder(settings, SMALL, comm=SoloComm(), options={}, progress=Progress())
+        assert list(folder.iterdir()) == []
+        other.communicate()
 
 
 def test_numbers_hang_together(tmp_path: Path) -> None:
