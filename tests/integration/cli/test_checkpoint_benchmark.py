@@ -66,7 +66,7 @@ def test_report_shows_rates_bottleneck_and_results_directory(
     assert result.returncode == 0, result.stderr
     for said in ("GiB/s", "write", "read", "Bottleneck", "results:", "a checkpoint of llama3-8b"):
         assert said in result.stdout
-    assert list((tmp_path / "ckpt").iterdir()) == []
+    assert not (tmp_path / "ckpt").exists()
     (folder,) = run_folders(tmp_path / "runs")
     assert json.loads((folder / "checkpoints.json").read_text())["storage_options"]["fsync"] is False
     assert main(["results", "ls", str(tmp_path / "runs")]) == 0
