@@ -91,8 +91,6 @@ FLAGS: Final = frozenset({
 """Options without a value."""
 _LISTS: Final = frozenset({"hosts", "params", "mpi-params"})
 """Options that take all words up to the next option."""
-_REPEATED: Final = frozenset({"params", "mpi-params"})
-"""Options that may be repeated: their values are collected."""
 NAMES: Final[Mapping[str, str]] = {
     other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
 }
@@ -173,7 +171,7 @@ def parse(
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Split words into positional words, and options with their values."""
+    """Split words into positional words, and options with all of their values."""
     positional: list[str] = []
     options: dict[str, tuple[str, ...]] = {}
     remaining = list(words)
@@ -187,12 +185,10 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]
         if not equals and name not in FLAGS:
             if not remaining or remaining[0].startswith("--"):
                 raise UsageError(f"{spelling} needs a value", fix=f"Write {spelling} VALUE.")
-            if name not in _LISTS:
-                values.append(remaining.pop(0))
+            values.append(remaining.pop(0))
             while name in _LISTS and remaining and not remaining[0].startswith("-"):
                 values.append(remaining.pop(0))
-        before = options.get(name, ()) if name in _REPEATED else ()
-        options[name] = (*before, *values)
+        options[name] = (*options.get(name, ()), *values)
     return positional, options
 
 
