@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,15 +136,13 @@ def open_session(
     """Capture the program's code image, and return the writer of result directories. Collective."""
     from penstock.workflows.submission_results import ResultWriter, capture_image
 
-    clock = partial(datetime.now, UTC)
     return ResultWriter(
         series=series,
-        program=capture_image(series.tree, comm=comm, clock=clock),
+        program=capture_image(series.tree, comm=comm),
         data_path=located.data_path,
         changed={**parse_changes(settings), **located.changes},
         command=command_line(),
         rehearsed_at=rehearsed_at,
-        clock=clock,
     )
 
 

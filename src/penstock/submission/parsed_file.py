@@ -241,10 +241,7 @@ def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -
         raise OSError(errno.EINVAL, kind, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        try:
-            real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - as above
-        except OSError:  # there is no /proc
-            real = os.path.realpath(path)
+        real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - as above
         if not f"{real}/".startswith(f"{tree.rstrip('/')}/"):
             raise OSError(errno.EXDEV, LEADS_OUT, path)
         if is_whole and status.st_size > max_bytes:

@@ -58,14 +58,14 @@ def from_rank_0(comm: Comm, make: Callable[[], Made], *, awaiting: str) -> Made:
     return comm.broadcast(make() if comm.rank == 0 else None, awaiting=f"rank 0 to {awaiting}")
 
 
-def capture_image(tree: owned_tree.OwnedTree, *, comm: Comm, clock: Clock) -> Program:
+def capture_image(tree: owned_tree.OwnedTree, *, comm: Comm) -> Program:
     """Put a code image of the running package into the tree's pool; return it on all ranks. Collective."""
 
     def pooled() -> Program:
         folder = Path(package_file).parent
         state = provenance.git_state(folder)
         program = Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
-        return replace(program, digest=capture(program, tree.root, now=clock()))
+        return replace(program, digest=capture(program, tree.root, now=datetime.now(UTC)))
 
     return from_rank_0(comm, pooled, awaiting="capture the image of the program")
 
