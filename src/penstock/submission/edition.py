@@ -6,12 +6,12 @@ none of an edition's numbers; each submitter is judged by its own edition, and a
 by the latest edition found in the folder.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -230,7 +230,7 @@ class EditionChoice:
 
     edition: str
     for_the_reviewer: tuple[str, ...]
-    by_submitter: MappingProxyType[Path, Edition]
+    by_submitter: Mapping[Path, Edition]
 
     def of(self, submitter: Path) -> Edition:
         """Return the edition that applies to a submitter's folder."""
@@ -254,9 +254,7 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
     return EditionChoice(
         edition=", ".join(sorted(known)),
         for_the_reviewer=tuple(dict.fromkeys(points)),
-        by_submitter=MappingProxyType(
-            {folder: load_edition(name or usual) for folder, name in detected.items()}
-        ),
+        by_submitter={folder: load_edition(name or usual) for folder, name in detected.items()},
     )
 
 

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
 from statistics import fmean, median, pstdev
-from types import MappingProxyType
 from typing import Final
 
 from penstock.submission.parsed_file import MissingFact, ParsedFile
@@ -21,14 +20,12 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.workload.quantities import element_bytes
 
 MIB: Final = 1 << 20
-SUMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "aggregated_read_bandwidth_gbps": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
-        "aggregated_write_bandwidth_gbps": ("cache_stats", "tier_storage_write_bandwidth_gbps"),
-        "aggregated_avg_throughput_tokens_per_sec": ("avg_throughput_tokens_per_sec",),
-        "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
-    }
-)
+SUMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "aggregated_read_bandwidth_gbps": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
+    "aggregated_write_bandwidth_gbps": ("cache_stats", "tier_storage_write_bandwidth_gbps"),
+    "aggregated_avg_throughput_tokens_per_sec": ("avg_throughput_tokens_per_sec",),
+    "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
+}
 """Figures of a key-value cache's option that are summed over ranks and averaged over trials, each with its
 place in a rank's report.
 """
