@@ -46,7 +46,6 @@ class _Entry(BaseModel):
     data_offsets: Annotated[list[_Size], Field(min_length=2, max_length=2)]
 
 
-_LONGEST_VALUE: Final = 40
 _FETCH: Final = "Fetch or save it again."
 StoredTensor = tuple[TensorFacts, int]
 """One tensor of one file, and the offset of its payload."""
@@ -68,14 +67,16 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
     entries = {}
     for name, about in header.items() if isinstance(header, dict) else (("", header),):
         if name == _METADATA_KEY and isinstance(about, dict):
-            wrong = next((key for key, value in about.items() if not isinstance(value, str)), None)
-            if wrong is not None:
-                raise _damaged(_describe(f"{wrong} of {name!r}", about[wrong], "be text"), where)
+            for key, value in about.items():
+                if not isinstance(value, str):
+                    raise _damaged(f"{key} of {name!r} in its header is not text", where)
             continue
         try:
             entries[name] = _Entry.model_validate(about)
         except ValidationError as error:
-            raise _damaged(_explain(name, error), where) from error
+            first = error.errors()[0]
+            what = ".".join(map(str, first["loc"])) or "the entry"
+            raise _damaged(f"{what} of {name!r} in its header: {first['msg']}", where) from error
     tensors, position = [], 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
         begin, end = entry.data_offsets
@@ -100,24 +101,6 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
 
 def _damaged(what: str, where: str) -> DataDamaged:
     return DataDamaged(f"This is not a complete safetensors file: {what}", where=where, fix=_FETCH)
-
-
-def _explain(name: str, error: ValidationError) -> str:
-    """Explain the first error in the entry of one tensor."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    if not place:
-        return _describe(repr(name), first["input"], "be an object")
-    of_what = f"{place} of {name!r}"
-    if first["type"] == "missing":
-        return f"{of_what} is missing in its header"
-    return _describe(of_what, first["input"], first["msg"].partition("should ")[2])
-
-
-def _describe(of_what: str, value: Any, wanted: str) -> str:
-    text = repr(value)
-    short = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
-    return f"{of_what} is {short} in its header and should {wanted}"
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:

@@ -281,10 +281,7 @@ def require_in_record(tensor: TensorRef, record_bytes: int, where: str = "") -> 
 
 def is_row_major(tensor: TensorRef) -> bool:
     """Return whether elements are contiguous. The stride of a dimension with one element does not matter."""
-    wanted = contiguous_strides(tensor.shape)
-    if tensor.strides == wanted:
-        return True
-    rows = zip(tensor.shape, tensor.strides, wanted, strict=True)
+    rows = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
     return 0 in tensor.shape or all(size == 1 or have == want for size, have, want in rows)
 
 
