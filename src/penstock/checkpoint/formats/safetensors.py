@@ -23,7 +23,6 @@ from penstock.checkpoint.state.regions import (
     whole_regions,
 )
 from penstock.errors import DataDamaged, Unavailable
-from penstock.storage.files.local_files import parse_json
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.torch_save import ReadRange
@@ -130,7 +129,7 @@ def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
     """Return the file of each tensor, by name, from a Hugging Face index."""
     try:
         require_few_values(content, _MOST_VALUES)
-        document: Any = parse_json(content)
+        document: Any = from_json(content)
     except ValueError as error:
         raise DataDamaged(f"This index cannot be parsed: {error}", where=where, fix=_FETCH) from error
     file_of = document.get("weight_map") if isinstance(document, dict) else None
