@@ -636,24 +636,24 @@ def torch_metadata(
     from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise
 
-    stored = index.stored
-    order = np.argsort(stored.regions.tensor, kind="stable")
+    stored, size = index.stored, torch.Size
+    order, width = np.argsort(stored.regions.tensor, kind="stable"), stored.regions.num_dims
     begins = np.searchsorted(stored.regions.tensor[order], np.arange(len(index.tensors) + 1)).tolist()
-    size = torch.Size
+    # One table, because a slice of each column for each of many small tensors takes most of the time.
+    places = np.arange(len(order)), stored.file, stored.item_offset, stored.item_bytes
+    table = np.column_stack([*places, stored.regions.offsets, stored.regions.sizes])[order]
 
     def parts(number: int) -> Iterator[tuple[Any, ...]]:
-        """Return the row, offsets, sizes, file, and position in the file of each part of a tensor."""
-        rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
-        regions = stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims]
-        places = stored.file[rows], stored.item_offset[rows], stored.item_bytes[rows]
-        return zip(*(column.tolist() for column in (rows, *regions, *places)), strict=True)
+        """Return the offsets and sizes of each part of a tensor, its row, file, position and length."""
+        dims = len(index.tensors[number].shape)
+        for row, file, begin, num_bytes, *box in table[begins[number] : begins[number + 1]].tolist():
+            yield size(box[:dims]), size(box[width : width + dims]), row, file, begin, num_bytes
 
     def state() -> Iterator[tuple[str, Any]]:
         for number, facts in enumerate(index.tensors):
             properties = records.TensorProperties(dtype=getattr(torch, facts.dtype))
             chunks = make_list(
-                records.ChunkStorageMetadata(size(offsets), size(sizes))
-                for _, offsets, sizes, *_ in parts(number)
+                records.ChunkStorageMetadata(offsets, sizes) for offsets, sizes, *_ in parts(number)
             )
             yield facts.name, records.TensorStorageMetadata(properties, size(facts.shape), chunks)
         for held in index.objects:
@@ -667,10 +667,10 @@ def torch_metadata(
 
     def storage() -> Iterator[tuple[Any, Any]]:
         for number, facts in enumerate(index.tensors):
-            for row, offsets, _, file, begin, num_bytes in parts(number):
+            for offsets, _, row, file, begin, num_bytes in parts(number):
                 transforms = index.transforms[row] if index.transforms else ()
                 yield (
-                    records.MetadataIndex(facts.name, size(offsets)),
+                    records.MetadataIndex(facts.name, offsets),
                     place(file, begin, num_bytes, transforms),
                 )
         for held in index.objects:
