@@ -288,8 +288,7 @@ class PipelineFigures:
     Set-up, pipeline, drain and busy times are the longest of any rank; `latencies_ns` are those of all ranks.
 
     `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
-    generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only. Rates
-    of work that was not done (for example, verification that is switched off) are None.
+    generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only.
     """
 
     direction: Direction
@@ -311,9 +310,6 @@ class PipelineFigures:
     call_time_sum_s: float
     content_stall_s: float
     storage_stall_s: float
-    content_gib_per_s: float | None
-    storage_gib_per_s: float | None
-    content_to_storage: float | None
     overhead_percent: float
     latencies_ns: NDArray[np.int64]
     bottleneck: Bottleneck
@@ -346,14 +342,6 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
     slowest = measurements[int(np.argmax(own_s))]
     slowest_busy_s = max(slowest.storage_busy_s, slowest.content_busy_s)
 
-    def busy_rate(busy_s: Sequence[float]) -> float | None:
-        # GiB/s of all ranks together while busy, calculated from transferred bytes so that the two rates are
-        # comparable.
-        busy = [size / _GIB / took_s for size, took_s in zip(moved, busy_s, strict=True) if took_s > 0]
-        return sum(busy) if busy else None
-
-    content_rate = busy_rate([each.content_busy_s for each in measurements])
-    storage_rate = busy_rate([each.storage_busy_s for each in measurements])
     first, *others = [each.counters for each in measurements]
     return PipelineFigures(
         direction=slowest.direction,
@@ -374,9 +362,6 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
         call_time_sum_s=sum(each.call_time_sum_s for each in measurements),
         content_stall_s=sum(each.content_stall_s for each in measurements),
         storage_stall_s=sum(each.storage_stall_s for each in measurements),
-        content_gib_per_s=content_rate,
-        storage_gib_per_s=storage_rate,
-        content_to_storage=content_rate / storage_rate if content_rate and storage_rate else None,
         # The share of the slowest rank's time in which neither the storage nor the content was busy.
         overhead_percent=max(0.0, (1 - slowest_busy_s * _NS_PER_S / slowest.duration_ns) * 100),
         latencies_ns=np.concatenate([each.latencies_ns for each in measurements]),

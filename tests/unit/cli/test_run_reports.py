@@ -182,8 +182,8 @@ def phase(direction: Direction, duration_s: float, wrong_chunks: int = 0) -> Pip
         duration_s=duration_s, gib_per_s=1 / duration_s, mean_gib_per_s=1 / duration_s,
         min_gib_per_s=1 / duration_s, max_duration_s=duration_s, setup_s=0.1, pipeline_s=duration_s - 0.5,
         drain_s=0.5, storage_busy_s=duration_s / 2, content_busy_s=duration_s / 4, call_time_sum_s=3.0,
-        content_stall_s=0.5, storage_stall_s=0.25, content_gib_per_s=None, storage_gib_per_s=None,
-        content_to_storage=None, overhead_percent=10.0, latencies_ns=np.full(3, 2_250_000),
+        content_stall_s=0.5, storage_stall_s=0.25, overhead_percent=10.0,
+        latencies_ns=np.full(3, 2_250_000),
         bottleneck="storage", slowest_rank=0, streams=(), counters=Counters(),
     )  # fmt: skip
 
