@@ -4,7 +4,7 @@ They show the order of the steps; `saver` and `loader` carry them out. Invariant
 all ranks with its work done and durable, or raises on all ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -149,27 +149,14 @@ class RankTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedWrite:
-    """One region that a rank writes: its `offsets` and `sizes` within the whole tensor."""
-
-    tensor: str
-    dtype: str
-    shape: tuple[int, ...]
-    rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
     """The plan of a save and a load: what each of the `ranks` would write and read. Can be printed."""
 
     unique_bytes: int
     """The bytes of all tensors, each element counted once: what all ranks together write, and also read."""
     ranks: tuple[RankTraffic, ...]
-    writes: tuple[PlannedWrite, ...]
-    """Ordered by tensor."""
+    writes: tuple[str, ...]
+    """Lines of text: the largest tensors, and which ranks write which parts of them."""
     objects: tuple[tuple[str, ...], ...]
     """The names of the objects that each rank writes, by rank; `rng@rank3` belongs to rank 3 alone."""
 
@@ -183,18 +170,7 @@ class DryRun:
             sizes = (part.holds_bytes, part.writes_bytes, part.reads_bytes, part.receives_bytes)
             figures = "  ".join(f"{format_bytes(size):>10}" for size in sizes)
             lines.append(f"{part.rank:>4}  {figures}  {len(objects)}")
-        lines.append("")
-        by_name: dict[str, list[PlannedWrite]] = {}
-        for write in self.writes:
-            by_name.setdefault(write.tensor, []).append(write)
-        largest = sorted(by_name, key=lambda name: -sum(write.size_bytes for write in by_name[name]))
-        for name in largest[:NUM_TENSORS_SHOWN]:
-            first = by_name[name][0]
-            lines.append(f"{name}  {first.dtype} {list(first.shape)}")
-            lines += [f"    rank {write.rank} writes {_ranges(write)}" for write in by_name[name]]
-        if len(largest) > NUM_TENSORS_SHOWN:
-            lines.append(f"and {len(largest) - NUM_TENSORS_SHOWN} smaller tensors")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *self.writes])
 
 
 def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
@@ -225,7 +201,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     return DryRun(
         unique_bytes=_sum(shared.regions, element_bytes),
         ranks=tuple(_count_traffic(shared, merged, element_bytes)),
-        writes=tuple(_list_writes(shared, element_bytes)),
+        writes=tuple(_describe_writes(shared, shared.regions.num_bytes(element_bytes))),
         objects=tuple(tuple(placed.stored_name for placed in found.placed) for found in objects),
     )
 
@@ -260,32 +236,20 @@ def _sum(regions: Regions, element_bytes: Ints) -> int:
     return int(regions.num_bytes(element_bytes).sum())
 
 
-def _list_writes(shared: save_plan.RankRegions, element_bytes: Ints) -> list[PlannedWrite]:
-    size = shared.regions.num_bytes(element_bytes)
-    writes = []
-    for row in np.argsort(shared.regions.tensor, kind="stable").tolist():
-        facts = shared.tensors[int(shared.regions.tensor[row])]
-        offsets, sizes = shared.regions.region(row, len(facts.shape))
-        writes.append(
-            PlannedWrite(
-                tensor=facts.name,
-                dtype=facts.dtype,
-                shape=facts.shape,
-                rank=int(shared.rank[row]),
-                offsets=offsets,
-                sizes=sizes,
-                size_bytes=int(size[row]),
-            )
-        )
-    return writes
-
-
-def _ranges(write: PlannedWrite) -> str:
-    """Return the written region in numpy's slice notation: `[0:512, :]`."""
-    if not write.shape:
-        return "its one element"
-    slices = [
-        ":" if (begin, extent) == (0, whole) else f"{begin}:{begin + extent}"
-        for begin, extent, whole in zip(write.offsets, write.sizes, write.shape, strict=True)
-    ]
-    return f"[{', '.join(slices)}], {format_bytes(write.size_bytes)}"
+def _describe_writes(shared: save_plan.RankRegions, size: Ints) -> Iterator[str]:
+    """Yield a line for each of the largest tensors, and one for each rank that writes a part of it."""
+    tensor_bytes = np.bincount(shared.regions.tensor, weights=size, minlength=len(shared.tensors))
+    for number in np.argsort(-tensor_bytes, kind="stable")[:NUM_TENSORS_SHOWN].tolist():
+        facts = shared.tensors[number]
+        yield f"{facts.name}  {facts.dtype} {list(facts.shape)}"
+        for row in np.flatnonzero(shared.regions.tensor == number).tolist():
+            bounds = zip(*shared.regions.region(row, len(facts.shape)), facts.shape, strict=True)
+            # In numpy's slice notation.
+            slices = [
+                ":" if (begin, extent) == (0, whole) else f"{begin}:{begin + extent}"
+                for begin, extent, whole in bounds
+            ]
+            what = f"[{', '.join(slices)}], {format_bytes(int(size[row]))}" if slices else "its one element"
+            yield f"    rank {shared.rank[row]} writes {what}"
+    if len(shared.tensors) > NUM_TENSORS_SHOWN:
+        yield f"and {len(shared.tensors) - NUM_TENSORS_SHOWN} smaller tensors"
