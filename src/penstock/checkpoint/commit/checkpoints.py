@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from penstock.checkpoint.commit.protocol import (
     RecordDraftStore,
     Seal,
     WriterLease,
+    warning_instead,
 )
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
 from penstock.checkpoint.formats.description import Manifest, checksum_of, read_manifest
@@ -350,10 +351,8 @@ def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callab
     with tolerating_leftovers(step):
         committed = catalog.committed()
         if step == max(committed, default=None):
-            try:
+            with warning_instead(f"Step {step} is committed, but {POINTER_NAME!r} does not name it"):
                 catalog.set_latest(step)
-            except StorageError as error:
-                logger.warning("Step %d is committed, but %r does not name it: %s", step, POINTER_NAME, error)
         for removed in choose_surplus(
             [each for each in committed if each <= step],
             keep,
@@ -373,13 +372,9 @@ def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
             remove()
 
 
-@contextmanager
-def tolerating_leftovers(step: int) -> Iterator[None]:
+def tolerating_leftovers(step: int) -> AbstractContextManager[None]:
     """Log a warning in place of a `StorageError`, because the step is committed, whatever is left over."""
-    try:
-        yield
-    except StorageError as error:
-        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+    return warning_instead(f"Step {step} is committed, but not all old steps could be removed")
 
 
 def begin_save(
@@ -436,10 +431,8 @@ def _drop(drafts: DraftStore, draft: Draft) -> None:
 
     An error here is only logged, because the save's own error tells why it failed.
     """
-    try:
+    with warning_instead(f"Could not remove the unfinished checkpoint {draft.folder}"):
         drafts.drop(draft)
-    except StorageError as error:
-        logger.warning("Could not remove the unfinished checkpoint %s: %s", draft.folder, error)
 
 
 def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
@@ -564,10 +557,8 @@ class _LeaseRenewer:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
-            try:
+            with warning_instead(f"Could not renew the lease of {self._draft.folder}"):
                 self._drafts.renew(self._draft)
-            except StorageError as error:
-                logger.warning("Could not renew the lease of %s: %s", self._draft.folder, error)
 
 
 def write_and_commit(

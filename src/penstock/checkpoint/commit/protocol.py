@@ -35,7 +35,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Self
@@ -86,6 +86,15 @@ RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
 """The pauses before each retry of a request to storage that failed."""
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def warning_instead(what: str) -> Iterator[None]:
+    """Log a warning in place of a `StorageError`, where what failed matters less than what else is done."""
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("%s: %s", what, error)
 
 
 class StoredRecord(BaseModel):
@@ -236,10 +245,8 @@ class DraftStore(ABC):
         """
         steps: tuple[Callable[[], None], ...] = (*removals, partial(self.end_lease, draft))
         for remove in steps:
-            try:
+            with warning_instead(f"Could not remove all that a save of {draft.name} left"):
                 remove()
-            except StorageError as error:
-                logger.warning("Could not remove all that a save of %s left: %s", draft.name, error)
 
     def end_lease(self, draft: Draft) -> None:
         """Remove the lease of a draft that is committed or dropped."""
