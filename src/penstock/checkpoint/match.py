@@ -19,7 +19,6 @@ receives another parameter's state, as far as groups, names or shapes distinguis
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -945,23 +944,15 @@ class LoadedParts:
 
     def left_parts(self) -> set[str]:
         """Return the keys of the parts that have leaves, none of which was filled."""
-        # All beginnings of each name, as "m", "m.layer" and "m.layer.bias": there may be 100,000 names.
-        left, filled = (
-            {head for name in names for head in accumulate(name.split("."), "{}.{}".format)}
-            for names in (self.left, self.filled if self.left else ())
-        )
-        return left - filled
+        # There may be 100,000 names, so all beginnings are collected instead of searched for.
+        return _beginnings(self.left) - _beginnings(self.filled if self.left else ())
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Return the `unused` names in the checkpoint that are below these parts and selected."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
         found = [name for name, own in owned if own is not None and self.stored.asked(own) is not None]
         # A dict that was empty on some ranks only is taken together with what other ranks had in it.
-        above = (
-            {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}
-            if found
-            else ()
-        )
+        above = _beginnings(each.rpartition(".")[0] for each in self.stored.names) if found else ()
         return [name for name in found if name not in above]
 
     def own_name(self, stored_name: str) -> str | None:
@@ -1049,6 +1040,11 @@ class LoadedParts:
             for name, mark, rank in (each.rpartition(RANK_MARK) for each in marked)
             if rank.isdecimal() and int(rank) >= num_ranks and (self._owner(name) or name in self.parts)
         ]
+
+
+def _beginnings(names: Iterable[str]) -> set[str]:
+    """Return all beginnings of each name, as "m", "m.layer" and "m.layer.bias"."""
+    return {head for name in names for head in accumulate(name.split("."), "{}.{}".format)}
 
 
 @contextmanager
