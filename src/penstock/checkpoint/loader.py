@@ -449,14 +449,17 @@ def _match(
 ) -> _MatchedState:
     local_state, index = collect_for_load(parts.state), checkpoint.index
     leaves = local_state.leaves
+    object_names = [stored.name for stored in index.objects]
     selection = select_leaves(
         [leaf.name for leaf in leaves],
-        dict.fromkeys([facts.name for facts in index.tensors] + [stored.name for stored in index.objects]),
+        dict.fromkeys([facts.name for facts in index.tensors] + object_names),
         choice,
         rank=parts.stored.rank,
         paths=index.paths,
     )
-    regions, shards, objects = find_wanted(local_state, selection, index, converts=choice.convert_dtypes)
+    regions, shards, objects = find_wanted(
+        local_state, selection, index.tensors, object_names, converts=choice.convert_dtypes
+    )
     require_covered(index, regions, checkpoint.uri)
     requests = request_items(regions, objects, index, items)
     require_lengths(checkpoint, items, requests.items)

@@ -1174,14 +1174,20 @@ def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -
 
 
 def find_wanted(
-    local_state: LocalState, selection: LeafSelection, index: CheckpointIndex, *, converts: bool
+    local_state: LocalState,
+    selection: LeafSelection,
+    tensors: Sequence[TensorFacts],
+    objects: Iterable[str],
+    *,
+    converts: bool,
 ) -> tuple[Regions, list[tuple[str, LocalShard]], dict[str, int]]:
     """Return the stored regions that this rank needs, the leaf and shard for each, and the objects by leaf.
 
-    Raises `UsageError` if the state and the checkpoint do not match; `converts` allows dtypes to differ.
+    The checkpoint has these `tensors` and `objects`. Raises `UsageError` if it does not match the state;
+    `converts` allows dtypes to differ.
     """
-    numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
-    objects = {stored.name: number for number, stored in enumerate(index.objects)}
+    numbers = {facts.name: number for number, facts in enumerate(tensors)}
+    object_numbers = {name: number for number, name in enumerate(objects)}
     wanted_objects: dict[str, int] = {}
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: list[tuple[str, LocalShard]] = []
@@ -1189,10 +1195,11 @@ def find_wanted(
     for name, stored_name in selection.stored_names.items():
         if name in own and stored_name in numbers:
             number = numbers[stored_name]
-            here, there = own[name], index.tensors[number]
+            here, there = own[name], tensors[number]
             if here.shape != there.shape:
                 raise UsageError(
-                    f"{name!r} is {list(here.shape)} in the state and {list(there.shape)} in the checkpoint",
+                    f"Size mismatch: {name!r} is {list(here.shape)} in the state and"
+                    f" {list(there.shape)} in the checkpoint",
                     fix="Build the state with the configuration it was saved with, or skip this part with"
                     " exclude=.",
                 )
@@ -1204,8 +1211,8 @@ def find_wanted(
             for shard in local_state.shards[name]:
                 rows.append((number, shard.offsets, shard.sizes))
                 shards.append((name, shard))
-        elif name not in own and stored_name in objects:
-            wanted_objects[name] = objects[stored_name]
+        elif name not in own and stored_name in object_numbers:
+            wanted_objects[name] = object_numbers[stored_name]
         else:
             own_kind, kind = ("a tensor", "an object") if name in own else ("an object", "a tensor")
             raise UsageError(

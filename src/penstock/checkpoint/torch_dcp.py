@@ -66,7 +66,13 @@ from penstock.checkpoint.formats.description import (
     torch_metadata,
 )
 from penstock.checkpoint.loader import CheckpointLoader, require_lengths
-from penstock.checkpoint.match import LeafSelection, find_idle, require_matches, select_leaves
+from penstock.checkpoint.match import (
+    LeafSelection,
+    find_idle,
+    find_wanted,
+    require_matches,
+    select_leaves,
+)
 from penstock.checkpoint.place import Target, item_targets, unpack
 from penstock.checkpoint.plan.load_plan import LoadRequests, index_byte_items, request_items, require_covered
 from penstock.checkpoint.plan.save_plan import (
@@ -126,31 +132,41 @@ class LoadPlanner(DefaultLoadPlanner):
         """Find the memory to load into. Called on all ranks."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._local_state = collect_for_load(state_dict)
+        self._leaves = {leaf.name: leaf for leaf in self._local_state.leaves}
 
     def create_local_plan(self) -> planning.LoadPlan:
         """Plan which stored chunks go into which of this rank's shards. Called on all ranks."""
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
-        names = [leaf.name for leaf in self._local_state.leaves]
-        paths = self.metadata.planner_data or {}
+        names, paths = list(self._leaves), self.metadata.planner_data or {}
         self.selection = select_leaves(names, stored, self._choice, rank=own_rank(), paths=paths)
-        items: list[planning.ReadItem] = []
-        for name, stored_name in self.selection.stored_names.items():
-            about = stored[stored_name]
-            if not isinstance(about, BytesStorageMetadata):
-                items += self._tensor_items(name, stored_name, about)
-                continue
-            nothing = torch.Size((0,))
-            items.append(
-                planning.ReadItem(
-                    type=planning.LoadItemType.BYTE_IO,
-                    dest_index=MetadataIndex(name),
-                    dest_offsets=nothing,
-                    storage_index=MetadataIndex(stored_name),
-                    storage_offsets=nothing,
-                    lengths=nothing,
-                )
+        tensors = [
+            _facts_of(name, about.properties.dtype, about.size)
+            for name, about in stored.items()
+            if isinstance(about, TensorStorageMetadata)
+        ]
+        others = [name for name, about in stored.items() if isinstance(about, BytesStorageMetadata)]
+        # torch's planners convert dtypes without being asked.
+        _, shards, objects = find_wanted(self._local_state, self.selection, tensors, others, converts=True)
+        nothing = torch.Size((0,))
+        items = [
+            planning.ReadItem(
+                type=planning.LoadItemType.BYTE_IO,
+                dest_index=MetadataIndex(name),
+                dest_offsets=nothing,
+                storage_index=MetadataIndex(others[number]),
+                storage_offsets=nothing,
+                lengths=nothing,
             )
+            for name, number in objects.items()
+        ]
+        for name, shard in shards:
+            stored_name = self.selection.stored_names[name]
+            chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+            items += [
+                replace(item, dest_index=MetadataIndex(name, item.dest_index.offset))
+                for item in create_read_items_for_chunk_list(stored_name, stored[stored_name], [chunk])
+            ]
         return planning.LoadPlan(items, planner_data=find_idle(self._choice, names, stored))
 
     def create_global_plan(self, global_plan: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
@@ -163,8 +179,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Unpickle an object, only as harmless data unless `trust` is set, and put it into the state."""
         name = read_item.dest_index.fqn
         loaded = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
-        (leaf,) = (leaf for leaf in self._local_state.leaves if leaf.name == name)
-        leaf.put(loaded)
+        self._leaves[name].put(loaded)
 
     def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
         """Return the memory of the state into which an item is read."""
@@ -173,30 +188,9 @@ class LoadPlanner(DefaultLoadPlanner):
         begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
         return self._local_state.view(index.fqn, begin, tuple(read_item.lengths))
 
-    def _tensor_items(
-        self, name: str, stored_name: str, about: TensorStorageMetadata
-    ) -> list[planning.ReadItem]:
-        if name not in self._local_state.shards:
-            raise UsageError(
-                f"{name!r} is an object in the state, but {stored_name!r} is a tensor in the checkpoint",
-                fix="Give the state a tensor there, or skip this part with exclude=.",
-            )
-        (facts,) = (facts for facts in self._local_state.holdings.tensors if facts.name == name)
-        if facts.shape != tuple(about.size):
-            raise UsageError(
-                f"Size mismatch: {name!r} is {list(facts.shape)} in the state and {list(about.size)} in the"
-                " checkpoint",
-                fix="Build the state with the configuration it was saved with, or skip this part.",
-            )
-        chunks = [
-            ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
-            for shard in self._local_state.shards[name]
-        ]
-        items = create_read_items_for_chunk_list(stored_name, about, chunks)
-        return [
-            replace(item, dest_index=MetadataIndex(name, item.dest_index.offset, item.dest_index.index))
-            for item in items
-        ]
+
+def _facts_of(name: str, dtype: torch.dtype, size: torch.Size) -> TensorFacts:
+    return TensorFacts(name, str(dtype).removeprefix("torch."), tuple(size), dtype.itemsize)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -474,9 +468,7 @@ class RankItems:
                 # Empty shards of tensors that have elements are omitted, because other shards may begin at
                 # the same offset.
                 offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-                dtype = data.properties.dtype
-                kind = str(dtype).removeprefix("torch.")
-                facts.setdefault(name, TensorFacts(name, kind, tuple(data.size), dtype.itemsize))
+                facts.setdefault(name, _facts_of(name, data.properties.dtype, data.size))
                 self._items[name, offsets] = item
                 boxes.append((name, offsets, sizes))
         numbers = {name: number for number, name in enumerate(facts)}

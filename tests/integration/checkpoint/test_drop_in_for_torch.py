@@ -195,3 +195,11 @@ def test_planner_raises_what_torchs_own_raises(tmp_path: Path) -> None:
                 stock_load(wrong, storage_reader=pc.Reader(tmp_path / "saved"), planner=planner)
             assert isinstance(raised.value.failures[0][0], kind)
             assert str(raised.value.failures[0][0]).startswith(words)
+
+
+def test_planner_replaces_no_tensor_by_a_value(tmp_path: Path) -> None:
+    stock_save({"note": 5}, storage_writer=pc.Writer(tmp_path / "saved"))
+    state = {"note": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match="'note' is a tensor in the state, but 'note' is an object"):
+        stock_load(state, storage_reader=pc.Reader(tmp_path / "saved"), planner=pc.LoadPlanner())
+    assert torch.equal(state["note"], torch.zeros(3))

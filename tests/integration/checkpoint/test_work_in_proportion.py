@@ -4,11 +4,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
 
 
@@ -53,3 +55,32 @@ def test_the_work_of_filling_what_is_empty_grows_with_the_entries_and_no_faster(
         counts.append(count_calls(partial(load, found, tmp_path / f"{number}")))
         assert found["seen"] == entries
     assert counts[1] < 10 * counts[0]
+
+
+def count_lines(work: Callable[[], object]) -> int:
+    """Loops within an expression count as well: each turn is a line."""
+    lines = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_the_work_of_a_planner_for_torchs_load_grows_with_the_tensors_and_no_faster(tmp_path: Path) -> None:
+    counts = []
+    for number in (10, 100, 800):
+        state = {f"w{each}": torch.ones(1) for each in range(number)}
+        save(state, tmp_path / f"{number}")
+        planner = pc.LoadPlanner()
+        planner.set_up_planner(state, pc.Reader(tmp_path / f"{number}").read_metadata())
+        counts.append(count_lines(planner.create_local_plan))
+    assert counts[2] < 10 * counts[1], counts
