@@ -27,6 +27,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import (
+    TRANSFER_TIMEOUT_S,
     RankSaveStats,
     Replicas,
     SaveCancelled,
@@ -78,6 +79,7 @@ from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Storage
 from penstock.transfer.buffers import StagingMemory, WarmMemory, pin_memory
 from penstock.transfer.ledger import now_ns
@@ -496,3 +498,19 @@ class StagedFiles:
         with self._lock:
             was_claimed, self._is_claimed = self._is_claimed, True
         return was_claimed
+
+
+def write_share(
+    share: SaveShare,
+    storage: Storage,
+    key_of: Callable[[str], str],
+    memory: StagingMemory,
+    *,
+    writers: int,
+    transforms: Sequence[str],
+) -> WrittenShare:
+    """Transform and write one rank's files durably, through memory that no other save uses."""
+    share = share.transformed(transforms)
+    settings = choose_pipeline_settings(share.layouts, writers, memory.budget_bytes)
+    staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TRANSFER_TIMEOUT_S)
+    return staged.write_to(prefer_direct_access(storage), key_of)

@@ -84,13 +84,13 @@ from penstock.checkpoint.plan.save_plan import (
     plan_job,
 )
 from penstock.checkpoint.replica_comparison import add_digests, warn_of_own_values
-from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
+from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, write_share
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
 from penstock.checkpoint.state.walk import NamePatterns, Owner, find_leaf_name, require_text
 from penstock.cluster.comm import SoloComm, run_on_all_ranks
 from penstock.errors import AlreadyThere, UsageError
-from penstock.storage.capabilities import prefer_direct_access, sync_names
+from penstock.storage.capabilities import sync_names
 from penstock.storage.uri import has_option, parse_uri
 from penstock.transfer.buffers import StagingMemory
 
@@ -551,9 +551,6 @@ def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], met
     return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes=sizes)
 
 
-MEMORY_TIMEOUT_S = 60.0
-
-
 @dataclass(frozen=True, slots=True)
 class _WriteAssignment:
     """The coordinator's message to each rank, sent with its plan: where to write, and as which rank."""
@@ -680,15 +677,16 @@ class Writer(BlockingAsyncStager, StorageWriter):
                 layouts=items.layouts,
                 payloads=items.contents(payload_of_bytes, payload_of_tensor),
                 stats=RankSaveStats(rank=items.rank, payload_bytes=items.payload_bytes),
-            ).transformed(self._transforms)
-            settings = choose_pipeline_settings(
-                share.layouts, self._options.writers, self._memory.budget_bytes
             )
             # The memory belongs to this writer alone, and its earlier saves have given it back.
-            staged = StagedFiles(
-                share, self._memory, settings, copies="with the writes", timeout_s=MEMORY_TIMEOUT_S
+            written = write_share(
+                share,
+                storage,
+                assigned.draft.key,
+                self._memory,
+                writers=self._options.writers,
+                transforms=self._transforms,
             )
-            written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
             if self._transaction is None:
                 sync_names(storage, assigned.draft.folder)
             done.set_result(items.results(written, self._transforms))

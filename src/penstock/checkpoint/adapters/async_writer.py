@@ -45,15 +45,14 @@ from penstock.checkpoint.formats.description import paused_garbage_collection, r
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saver import (
     SaveShare,
-    StagedFiles,
-    choose_pipeline_settings,
     copy_to_host,
+    write_share,
 )
 from penstock.checkpoint.torch_dcp import RankItems, build_seal, own_rank
 from penstock.cluster.comm import format_cause
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, UsageError
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.capabilities import prefer_direct_access, sync_names
+from penstock.storage.capabilities import sync_names
 from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_here
 from penstock.transfer.buffers import StagingMemory, WarmMemory
@@ -259,12 +258,9 @@ def _write_files(task: WriteTask) -> WrittenShare:
         ]
         for file, items in task.parts.items()
     }
-    share = SaveShare(layouts=task.layouts, payloads=payloads, stats=task.stats).transformed(task.transforms)
-    settings = choose_pipeline_settings(share.layouts, task.writers, task.staging_bytes)
-    memory = StagingMemory(task.staging_bytes)
-    staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TRANSFER_TIMEOUT_S)
-    storage = open_here(task.folder, rank=task.stats.rank)
-    written = staged.write_to(prefer_direct_access(storage), lambda name: name)
+    share = SaveShare(layouts=task.layouts, payloads=payloads, stats=task.stats)
+    storage, memory = open_here(task.folder, rank=task.stats.rank), StagingMemory(task.staging_bytes)
+    written = write_share(share, storage, str, memory, writers=task.writers, transforms=task.transforms)
     sync_names(storage, "")
     held_bytes = task.loan.size_bytes if task.loan is not None else 0
     stats = replace(
