@@ -238,10 +238,8 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
     for placed in bucket.objects:
         items.append(FileItem(position, b"", placed.size_bytes, b""))
         position += placed.size_bytes
-    all_sizes = bucket.regions.sizes.tolist()
-    for number, sizes in zip(bucket.regions.tensor.tolist(), all_sizes, strict=True):
-        facts = tensors[number]
-        around = envelope(facts.dtype, tuple(sizes[: len(facts.shape)]))
+    for facts, (_, sizes) in bucket.regions.with_facts(tensors):
+        around = envelope(facts.dtype, sizes)
         # Payloads rather than items are aligned, so that a reader with direct I/O need not copy them.
         start = item_start(position, around)
         items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))

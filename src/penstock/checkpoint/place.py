@@ -26,7 +26,6 @@ from penstock.checkpoint.plan.load_plan import LoadPlan, LoadRequests, Transfers
 from penstock.checkpoint.state.regions import (
     ByteArray,
     Region,
-    Regions,
     TensorFacts,
     element_sizes,
 )
@@ -225,14 +224,6 @@ def cut_region(memory: ByteArray, element_bytes: int, outer: Region, inner: Regi
     return words[(*inside, ...)]
 
 
-def list_regions(regions: Regions, tensors: Sequence[TensorFacts]) -> list[Region]:
-    """Return the offsets and sizes of each region, without padding."""
-    columns = (regions.tensor, regions.offsets, regions.sizes)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    ranks = [len(facts.shape) for facts in tensors]
-    return [(tuple(begin[: ranks[tensor]]), tuple(size[: ranks[tensor]])) for tensor, begin, size in rows]
-
-
 @dataclass(slots=True, eq=False)
 class _Share:
     """One read of the plan while it is in progress; `memory` is allocated when its first byte arrives."""
@@ -272,15 +263,15 @@ class Destinations:
         self._takes_any_address = takes_any_address
         self._lock = threading.Lock()
         sizes = plan.regions.num_bytes(element_sizes(tensors)).tolist()
-        regions = list_regions(plan.regions, tensors)
-        facts = [tensors[number] for number in plan.regions.tensor.tolist()]
         self._shares = [
             _Share(begin, size, size, region, facts, [], [])
-            for begin, size, region, facts in zip(begins, sizes, regions, facts, strict=True)
+            for begin, size, (facts, region) in zip(
+                begins, sizes, plan.regions.with_facts(tensors), strict=True
+            )
         ]
-        wanted = [targets[want] for want in plan.local.want.tolist()]
-        self._local = list(zip(wanted, list_regions(plan.local.regions, tensors), strict=True))
-        self._sent = list_regions(plan.sends.regions, tensors)
+        local = zip(plan.local.want.tolist(), plan.local.regions.with_facts(tensors), strict=True)
+        self._local = [(targets[want], region) for want, (_, region) in local]
+        self._sent = [region for _, region in plan.sends.regions.with_facts(tensors)]
         for row, read in enumerate(plan.local.read.tolist()):
             self._shares[read].local.append(row)
         for row, read in enumerate(plan.sends.read.tolist()):
@@ -375,18 +366,19 @@ def incoming_messages(
 
     Each has memory to receive into, or a function that distributes its content.
     """
-    regions = list_regions(transfers.regions, tensors)
-    sizes = transfers.regions.num_bytes(element_sizes(tensors)).tolist()
-    rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row, ends in enumerate(zip(transfers.peer.tolist(), transfers.message.tolist(), strict=True)):
-        rows[ends].append(row)
+    sizes = transfers.regions.num_bytes(element_sizes(tensors))
+    columns = (transfers.peer, transfers.message, transfers.in_round, transfers.want, sizes)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    # No message contains transfers of two rounds.
+    parts_of: dict[tuple[int, int, int], list[tuple[Target, Region, int]]] = defaultdict(list)
+    regions = transfers.regions.with_facts(tensors)
+    for (peer, number, in_round, want, size), (_, region) in zip(rows, regions, strict=True):
+        parts_of[peer, number, in_round].append((targets[want], region, size))
     messages = []
-    for (peer, number), own in rows.items():
-        parts = [(targets[int(transfers.want[row])], regions[row], sizes[row]) for row in own]
+    for (peer, number, in_round), parts in parts_of.items():
         target, region, _ = parts[0]
         memory = target.contiguous_bytes(*region) if len(parts) == 1 else None
         size = sum(size for _, _, size in parts)
-        in_round = int(transfers.in_round[own[0]])
         messages.append(Incoming(peer, number, in_round, size, memory, partial(_unpack_message, parts)))
     return messages
 

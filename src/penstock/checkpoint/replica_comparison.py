@@ -196,11 +196,9 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
     holdings = state.holdings
     apart = {held.name for held in holdings.compared}
     found: dict[str, torch.Tensor] = {}
-    for row, number in enumerate(holdings.regions.tensor.tolist()):
-        facts = holdings.tensors[number]
+    for facts, (offsets, sizes) in holdings.regions.with_facts(holdings.tensors):
         if facts.name in apart:
             continue
-        offsets, sizes = holdings.regions.region(row, len(facts.shape))
         name, memory = facts.name, state.view(facts.name, offsets, sizes)
         if sizes != facts.shape:
             ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(offsets, sizes, strict=True))

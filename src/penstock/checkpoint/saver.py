@@ -210,9 +210,7 @@ class PreparedTensors:
                 payloads[bucket.file] = [
                     payload_of_bytes(state.objects[each.name]) for each in bucket.objects
                 ]
-                for row, number in enumerate(bucket.regions.tensor.tolist()):
-                    facts = plan.tensors[number]
-                    region = bucket.regions.region(row, len(facts.shape))
+                for facts, region in bucket.regions.with_facts(plan.tensors):
                     view = state.view(find_leaf_name(facts.name, state.shards), *region)
                     dtype = self.dtype if view.is_floating_point() else None
                     payloads[bucket.file].append(payload_of_tensor(view, dtype))

@@ -85,7 +85,7 @@ from penstock.checkpoint.plan.save_plan import (
 )
 from penstock.checkpoint.replica_comparison import add_digests, warn_of_own_values
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, write_share
-from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.checkpoint.state.regions import Region, Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
 from penstock.checkpoint.state.walk import NamePatterns, Owner, find_leaf_name, require_text
 from penstock.cluster.comm import SoloComm, run_on_all_ranks
@@ -283,9 +283,7 @@ def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int
         for placed in objects
     ]
     regions = shared.regions.take(shared.rank == rank)
-    for row, number in enumerate(regions.tensor.tolist()):
-        facts = shared.tensors[number]
-        offsets, sizes = regions.region(row, len(facts.shape))
+    for facts, (offsets, sizes) in regions.with_facts(shared.tensors):
         data = planning.TensorWriteData(
             chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
             properties=TensorProperties(dtype=getattr(torch, facts.dtype)),
@@ -395,9 +393,8 @@ class Reader(StorageReader):
                 requests = request_items(regions, {name: objects[name] for name in asked}, index, items)
                 require_lengths(checkpoint, items, requests.items)
                 resolved.extend(planner.resolve_tensor(item) for item in tensors)
-                targets = [
-                    self._target(memory, regions, row, index.tensors) for row, memory in enumerate(resolved)
-                ]
+                rows = regions.with_facts(index.tensors)
+                targets = [self._target(memory, *row) for memory, row in zip(resolved, rows, strict=True)]
                 return requests, targets + item_targets(requests, items.tensors)
 
             requests, targets = run_on_all_ranks(comm, request, awaiting="all ranks to name what they load")
@@ -428,16 +425,13 @@ class Reader(StorageReader):
             rows.append((numbers[item.storage_index.fqn], begin, tuple(item.lengths)))
         return Regions.from_rows(rows)
 
-    def _target(
-        self, memory: torch.Tensor, regions: Regions, row: int, tensors: Sequence[TensorFacts]
-    ) -> Target:
-        facts = tensors[int(regions.tensor[row])]
+    def _target(self, memory: torch.Tensor, facts: TensorFacts, region: Region) -> Target:
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
             raise UsageError(
                 f"{facts.name!r} is {memory.dtype} in the state and torch.{facts.dtype} in the checkpoint",
                 fix="Give the state the checkpoint's dtype, or convert it: Reader(..., convert_dtypes=True).",
             )
-        return Target(regions.region(row, len(facts.shape))[0], memory.detach(), facts)
+        return Target(region[0], memory.detach(), facts)
 
 
 SHARE_NAME = "penstock.share"
@@ -514,11 +508,8 @@ class RankItems:
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
 
     def _boxes_of(self, regions: Regions) -> list[planning.WriteItem]:
-        names = [self._plan.tensors[number] for number in regions.tensor.tolist()]
-        return [
-            self._items[facts.name, regions.region(row, len(facts.shape))[0]]
-            for row, facts in enumerate(names)
-        ]
+        rows = regions.with_facts(self._plan.tensors)
+        return [self._items[facts.name, offsets] for facts, (offsets, _) in rows]
 
 
 def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta) -> Seal:

@@ -7,7 +7,7 @@ the global coordinates of its tensor, and all columns of a record have the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -110,6 +110,13 @@ class Regions:
             tuple(self.offsets[row, :num_dims].tolist()),
             tuple(self.sizes[row, :num_dims].tolist()),
         )
+
+    def with_facts(self, tensors: Sequence[TensorFacts]) -> Iterator[tuple[TensorFacts, Region]]:
+        """Yield, row by row, the tensor of each region, and the region without padding."""
+        columns = (self.tensor.tolist(), self.offsets.tolist(), self.sizes.tolist())
+        for number, offsets, sizes in zip(*columns, strict=True):
+            num_dims = len(tensors[number].shape)
+            yield tensors[number], (tuple(offsets[:num_dims]), tuple(sizes[:num_dims]))
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Self:
