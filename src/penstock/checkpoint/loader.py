@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -460,9 +460,7 @@ def _match(
     regions, shards, objects = find_wanted(
         local_state, selection, index.tensors, object_names, converts=choice.convert_dtypes
     )
-    require_covered(index, regions, checkpoint.uri)
-    requests = request_items(regions, objects, index, items)
-    require_lengths(checkpoint, items, requests.items)
+    requests = request_stored(checkpoint, items, regions, objects)
     targets = [
         Target(shard.offsets, shard.memory, items.tensors[number])
         for (_, shard), number in zip(shards, regions.tensor.tolist(), strict=True)
@@ -480,9 +478,17 @@ def _match(
 LARGE_BYTES = 256 << 20
 
 
-def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: Sequence[int]) -> None:
-    """Raise `DataDamaged` if a large item extends beyond its file, before memory is allocated for it."""
-    for number in wanted:
+def request_stored(
+    checkpoint: CheckpointSource, items: ByteItemIndex, regions: Regions, objects: Mapping[str, int]
+) -> LoadRequests:
+    """Return the requests for these regions, and for these objects by leaf name.
+
+    Raises `DataDamaged` if a region is not stored or a large item extends beyond its file, before memory is
+    allocated for it.
+    """
+    require_covered(checkpoint.index, regions, checkpoint.uri)
+    requests = request_items(regions, objects, checkpoint.index, items)
+    for number in requests.items:
         facts = items.tensors[number]
         if facts.shape[0] < LARGE_BYTES:
             continue
@@ -498,6 +504,7 @@ def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: 
                     where=f"{checkpoint.uri}, {key}",
                     fix="Load an older checkpoint.",
                 )
+    return requests
 
 
 def _are_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:

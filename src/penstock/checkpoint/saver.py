@@ -262,15 +262,18 @@ class PreparedTensors:
             for row, (name, _) in enumerate(named)
         ]
         regions = Regions.concatenated([own for _, _, own in written])
-        # In each file, regions come after the objects.
-        rows = [(file, slice(len(named), None)) for file, named, _ in written]
-        nothing = np.zeros(0, dtype=np.int64)
+
+        def column(name: str) -> Ints:
+            """Return one column of all regions; in each file, they come after the objects."""
+            parts = [getattr(file, name)[len(named) :] for file, named, _ in written]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
         stored = StoredRegions(
             regions,
             file=np.repeat(np.arange(len(written)), [len(own) for _, _, own in written]),
-            item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
-            item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
-            payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
+            item_offset=column("item_offset"),
+            item_bytes=column("item_bytes"),
+            payload_offset=column("payload_offset"),
             packed=np.full(len(regions), bool(transforms)),
         )
         # In the order of rank 0's state, which a load gives to new dicts.

@@ -65,7 +65,7 @@ from penstock.checkpoint.formats.description import (
     read_metadata,
     torch_metadata,
 )
-from penstock.checkpoint.loader import CheckpointLoader, require_lengths
+from penstock.checkpoint.loader import CheckpointLoader, request_stored
 from penstock.checkpoint.match import (
     LeafSelection,
     find_idle,
@@ -74,7 +74,7 @@ from penstock.checkpoint.match import (
     select_leaves,
 )
 from penstock.checkpoint.place import Target, item_targets, unpack
-from penstock.checkpoint.plan.load_plan import LoadRequests, index_byte_items, request_items, require_covered
+from penstock.checkpoint.plan.load_plan import LoadRequests, index_byte_items
 from penstock.checkpoint.plan.save_plan import (
     Holdings,
     PlacedObject,
@@ -140,11 +140,8 @@ class LoadPlanner(DefaultLoadPlanner):
         stored = self.metadata.state_dict_metadata
         names, paths = list(self._leaves), self.metadata.planner_data or {}
         self.selection = select_leaves(names, stored, self._choice, rank=own_rank(), paths=paths)
-        tensors = [
-            _facts_of(name, about.properties.dtype, about.size)
-            for name, about in stored.items()
-            if isinstance(about, TensorStorageMetadata)
-        ]
+        chunked = {name: about for name, about in stored.items() if isinstance(about, TensorStorageMetadata)}
+        tensors = [_facts_of(name, about.properties.dtype, about.size) for name, about in chunked.items()]
         others = [name for name, about in stored.items() if isinstance(about, BytesStorageMetadata)]
         # torch's planners convert dtypes without being asked.
         _, shards, objects = find_wanted(self._local_state, self.selection, tensors, others, converts=True)
@@ -165,7 +162,7 @@ class LoadPlanner(DefaultLoadPlanner):
             chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
             items += [
                 replace(item, dest_index=MetadataIndex(name, item.dest_index.offset))
-                for item in create_read_items_for_chunk_list(stored_name, stored[stored_name], [chunk])
+                for item in create_read_items_for_chunk_list(stored_name, chunked[stored_name], [chunk])
             ]
         return planning.LoadPlan(items, planner_data=find_idle(self._choice, names, stored))
 
@@ -184,9 +181,14 @@ class LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
         """Return the memory of the state into which an item is read."""
         index = read_item.dest_index
-        corner = tuple(index.offset or (0,) * len(read_item.lengths))
-        begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
+        begin = _offsets_of(index, read_item.dest_offsets)
         return self._local_state.view(index.fqn, begin, tuple(read_item.lengths))
+
+
+def _offsets_of(index: MetadataIndex, inside: Sequence[int]) -> tuple[int, ...]:
+    """Return an element's offsets in its tensor, given those in a part of the tensor."""
+    corner = index.offset or (0,) * len(inside)
+    return tuple(at + offset for at, offset in zip(corner, inside, strict=True))
 
 
 def _facts_of(name: str, dtype: torch.dtype, size: torch.Size) -> TensorFacts:
@@ -374,6 +376,7 @@ class Reader(StorageReader):
         """Read, exchange, and fill what the planner resolves. Collective."""
         readers = plan.storage_data if isinstance(plan.storage_data, _Readers) else _Readers((own_rank(),))
         assert self._opened is not None, "torch calls read_metadata first"
+        others = [item for item in plan.items if item.type is planning.LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
         resolved: list[torch.Tensor] = []
         with closing(make_comm(readers.ranks)) as comm:
@@ -383,15 +386,9 @@ class Reader(StorageReader):
 
             def request() -> tuple[LoadRequests, list[Target]]:
                 objects = {stored.name: number for number, stored in enumerate(index.objects)}
-                asked = [
-                    item.storage_index.fqn
-                    for item in plan.items
-                    if item.type is planning.LoadItemType.BYTE_IO
-                ]
+                wanted = {item.storage_index.fqn: objects[item.storage_index.fqn] for item in others}
                 regions = self._regions(tensors, index.tensors)
-                require_covered(index, regions, checkpoint.uri)
-                requests = request_items(regions, {name: objects[name] for name in asked}, index, items)
-                require_lengths(checkpoint, items, requests.items)
+                requests = request_stored(checkpoint, items, regions, wanted)
                 resolved.extend(planner.resolve_tensor(item) for item in tensors)
                 rows = regions.with_facts(index.tensors)
                 targets = [self._target(memory, *row) for memory, row in zip(resolved, rows, strict=True)]
@@ -402,9 +399,8 @@ class Reader(StorageReader):
         # Objects are read here as well, so that one that would run code is refused before the planner loads
         # it.
         values = unpack(checkpoint, requests, targets, trust=self._trust)
-        for item in plan.items:
-            if item.type is planning.LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(object_bytes(values[item.storage_index.fqn])))
+        for item in others:
+            planner.load_bytes(item, io.BytesIO(object_bytes(values[item.storage_index.fqn])))
         for item, memory in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, memory)
         done: Future[None] = Future()
@@ -418,11 +414,14 @@ class Reader(StorageReader):
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
         """Return the regions that torch's plan needs, with the checkpoint's own tensor numbers."""
         numbers = {facts.name: number for number, facts in enumerate(tensors)}
-        rows = []
-        for item in wanted:
-            corner = item.storage_index.offset or (0,) * len(item.lengths)
-            begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
-            rows.append((numbers[item.storage_index.fqn], begin, tuple(item.lengths)))
+        rows = [
+            (
+                numbers[each.storage_index.fqn],
+                _offsets_of(each.storage_index, each.storage_offsets),
+                each.lengths,
+            )
+            for each in wanted
+        ]
         return Regions.from_rows(rows)
 
     def _target(self, memory: torch.Tensor, facts: TensorFacts, region: Region) -> Target:
