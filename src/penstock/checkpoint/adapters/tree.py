@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from contextlib import closing
+from functools import partial
 from socket import gethostname
 from typing import Any, Final
 
@@ -79,7 +80,7 @@ def _insert(tree: Any, path: Path, tensor: torch.Tensor) -> Any:
     return tree
 
 
-def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None = None) -> Future[None]:
+def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None = None) -> Future[Any]:
     """Save a state as one checkpoint, from this process alone, in `worker` if there is one.
 
     The state may change once this returns; without a `worker`, the checkpoint is then already committed.
@@ -90,12 +91,10 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
     prepared = saver.prepare({**tensors, TREE_NAME: (tree, tuple(paths.items()))}, comm, SaveChoice())
     staged = prepared.stage("commit" if worker is None else "copy")
 
-    def finish() -> None:
-        write_and_commit(prepared, staged, storage, name, comm)
-
+    finish = partial(write_and_commit, prepared, staged, storage, name, comm)
     if worker is None:
         finish()
-        done: Future[None] = Future()
+        done: Future[Any] = Future()
         done.set_result(None)
         return done
     # If the state is larger than the memory for copies, staging ends only while files are being written.

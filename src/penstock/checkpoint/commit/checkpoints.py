@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -348,7 +348,7 @@ def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callab
     job that starts again from the beginning, or from an older step, keeps what it saves.
     """
     hidden: list[Callable[[], None]] = []
-    with tolerating_leftovers(step):
+    with warning_instead(LEFTOVERS.format(step)):
         committed = catalog.committed()
         if step == max(committed, default=None):
             with warning_instead(f"Step {step} is committed, but {POINTER_NAME!r} does not name it"):
@@ -360,21 +360,19 @@ def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callab
         ):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
             # A step that cannot be removed must not keep the others from being removed.
-            with tolerating_leftovers(step):
+            with warning_instead(LEFTOVERS.format(step)):
                 hidden.append(catalog.hide(removed))
     return partial(remove_leftovers, step, hidden)
+
+
+LEFTOVERS: Final = "Step {} is committed, but not all old steps could be removed"
 
 
 def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
     """Remove what a save of `step` has hidden; failures are logged as warnings."""
     for remove in removals:
-        with tolerating_leftovers(step):
+        with warning_instead(LEFTOVERS.format(step)):
             remove()
-
-
-def tolerating_leftovers(step: int) -> AbstractContextManager[None]:
-    """Log a warning in place of a `StorageError`, because the step is committed, whatever is left over."""
-    return warning_instead(f"Step {step} is committed, but not all old steps could be removed")
 
 
 def begin_save(
@@ -546,14 +544,12 @@ class _LeaseRenewer:
         self._draft = draft
         self._every_s = every_s
         self._stopped = threading.Event()
+        self.stop = self._stopped.set
         self._thread = threading.Thread(target=self._run, name=f"lease of {draft.name}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
             raise no_thread(error) from error
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):

@@ -15,14 +15,14 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.checkpoint.commit.checkpoints import (
+    LEFTOVERS,
     CheckpointRef,
     SaveTransaction,
     parse_step,
     remove_leftovers,
     step_dirname,
-    tolerating_leftovers,
 )
-from penstock.checkpoint.commit.protocol import Seal, WriterLease
+from penstock.checkpoint.commit.protocol import Seal, WriterLease, warning_instead
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.flush import Flusher, FlushNote, copy_file, start_detached
@@ -259,11 +259,11 @@ class TieredStore(step_store.StepStore):
         if saved is None or self._keep_cached is None or not self.cache.is_lead:
             return []
         hidden: list[Callable[[], None]] = []
-        with tolerating_leftovers(saved):
+        with warning_instead(LEFTOVERS.format(saved)):
             pending = self._flushes.noted_steps()
             for step in [step for step in self.cache.node.steps() if step <= saved][: -self._keep_cached]:
                 if step not in pending:
-                    with tolerating_leftovers(saved):
+                    with warning_instead(LEFTOVERS.format(saved)):
                         hidden.append(self.cache.node.hide(step_dirname(step)))
         return hidden
 
