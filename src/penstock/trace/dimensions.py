@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import duckdb
+
 from penstock.errors import UsageError
-from penstock.trace.event_schema import SCHEMA, SUM
+from penstock.trace.event_schema import SCHEMA, SUM, open_database
 
 if TYPE_CHECKING:
-    import duckdb
     import pyarrow as pa
 
 PhaseOf = Callable[[str, str, Mapping[str, Any]], str | None]
@@ -136,11 +137,11 @@ def parse_mounts(mounts: str) -> dict[str, list[str]]:
 
 
 def check_pattern(pattern: str) -> str:
-    """Return a user's regular expression. Raises `UsageError` if it is invalid."""
+    """Return a user's regular expression. Raises `UsageError` if DuckDB, which applies it, cannot."""
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
+        open_database().cursor().execute("SELECT regexp_matches('', $1)", [pattern])
+    except duckdb.Error as error:
+        raise UsageError(f"{pattern!r:.200} is not a regular expression of RE2: {error!s:.200}") from error
     return pattern
 
 
@@ -156,7 +157,7 @@ def case_sql(column: str, values: Mapping[str, int]) -> str:
     return f"CASE {column}{cases} END" if cases else "NULL"
 
 
-_CONDITION: Final = re.compile(r"(name|op|cat|path|args\.[\w.]+)\s*(!=|=|~)\s*(.+)")
+_CONDITION: Final = re.compile(r"(name|op|cat|path|args(?:\.\w+)+)\s*(!=|=|~)\s*(.+)")
 
 
 def _condition_sql(condition: str) -> str:

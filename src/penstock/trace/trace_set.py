@@ -18,7 +18,6 @@ import importlib
 import json
 import logging
 import os
-import re
 import resource
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
@@ -430,10 +429,9 @@ def read_facts(path: Path) -> EventTableFacts | None:
             accounts = tuple(map(FileAccount.from_document, document["accounts"]))
             sources = tuple(document["sources"])
             for one in sources:
-                str.encode(one["path"] + one["name"] + one["run"])
-                re.compile(one["rank_pattern"] or "")
+                str.encode(one["path"] + one["name"] + one["run"] + one["rank_pattern"])
             return EventTableFacts(sources, accounts, document["where"])
-    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataDamaged(
             "The facts of this event table are damaged", where=str(path), fix=_RECREATE
         ) from error

@@ -153,7 +153,7 @@ def test_the_name_of_a_table_is_no_pattern_of_other_names(traces: Path, tmp_path
         '{"version": 3, "accounts": [], "sources": "abc", "where": ""}',
         (
             '{"version": 3, "accounts": [], "where": "", "sources":'
-            ' [{"path": "a", "name": "a", "run": "", "rank_pattern": "("}]}'
+            ' [{"path": "a", "name": "a", "run": "", "rank_pattern": 7}]}'
         ),
         "{",
         "[]",
@@ -169,6 +169,23 @@ def test_a_table_with_damaged_facts_is_refused(facts: str, tmp_path: Path) -> No
     with pytest.raises(PenstockError, match=r"damaged|Another version") as refusal:
         read_facts(path)
     assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("pattern", ["(", "rank"])
+def test_a_damaged_pattern_of_ranks_in_a_table_is_refused_when_it_is_needed(
+    pattern: str, traces: Path, tmp_path: Path
+) -> None:
+    path, source = tmp_path / "run.events", min(traces.iterdir())
+    convert(name_trace_files([source], run=""), path, progress=Progress())
+    table = pq.read_table(path)
+    facts = json.loads(table.schema.metadata[b"penstock.trace"])
+    facts["sources"][0]["rank_pattern"] = pattern
+    pq.write_table(table.replace_schema_metadata({"penstock.trace": json.dumps(facts)}), path)
+    with load(path) as run:
+        assert len(run.events) == 401
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(UsageError, match="finds no rank in a file's name"), load(path):
+        pass
 
 
 def test_the_table_of_another_user_is_not_rebuilt_from_the_files_that_it_names(

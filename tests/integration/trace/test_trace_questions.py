@@ -143,7 +143,11 @@ def test_losses_are_printed_first_and_fail_only_with_strict(
         (["ops", "--tier", "ssd"], "--tier ssd=/l/ssd"),
         (["ops", "--class", "x"], "--class"),
         (["ops", "--class", "x=("], "regular expression"),
+        (["ops", "--class", "x=(?=y)"], "regular expression"),
+        (["ops", "--class", "x=y{99999999999}"], "regular expression"),
         (["ops", "--phase", "x"], "--phase"),
+        (["ops", "--phase", "x=args.a..b=1"], "not a condition"),
+        (["ops", "--phase", "x=args.a.=1"], "not a condition"),
     ],
 )
 def test_wrong_options_are_refused_with_an_example(

@@ -23,7 +23,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -39,6 +38,7 @@ from penstock.trace.event_schema import (
     ParsedLine,
     TraceFile,
     canonical,
+    open_database,
     parse_int64,
     spellings_of,
     transfer_size,
@@ -285,7 +285,7 @@ class JsonLines:
     """
 
     def __init__(self, file: TraceFile, account: FileAccount, query_lines: int) -> None:
-        self._file = file
+        self._file, self._file_rank = file, file.rank
         self._account = account
         self._query_lines = query_lines
         self._ranks: dict[int, int] = {}
@@ -352,7 +352,7 @@ class JsonLines:
             # them.
             offsets = pa.py_buffer(starts.astype(np.int32))
             texts = pa.StringArray.from_buffers(len(starts) - 1, offsets, pa.py_buffer(block))
-        with _open_database().cursor() as cursor:
+        with open_database().cursor() as cursor:
             cursor.register("block", pa.table({"line": numbers, "text": texts}))
             # Some writers end each line as an element of an array: {...},
             has_commas = b"},\n" in block or b"},\r" in block
@@ -376,7 +376,7 @@ class JsonLines:
         names = columns["name"].dictionary_encode()
         ops = pa.array(map(canonical, names.dictionary.to_pylist()), pa.string())
         pids = columns["pid"].dictionary_encode()
-        ranks = [self._ranks.get(pid, self._file.rank) for pid in pids.dictionary.to_pylist()]
+        ranks = [self._ranks.get(pid, self._file_rank) for pid in pids.dictionary.to_pylist()]
         constant = np.zeros(events.num_rows, dtype=np.int32)
         columns |= {
             "end_us": pa.array(columns["ts_us"].to_numpy() + columns["dur_us"].to_numpy()),
@@ -511,13 +511,6 @@ def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
             parts, num_bytes = [], 0
     if parts:
         yield b"".join(parts)
-
-
-@cache
-def _open_database() -> duckdb.DuckDBPyConnection:
-    """Open one database for all readers, because opening one takes longer than reading a small trace."""
-    # Files are read in parallel, and a block is too small to be divided.
-    return duckdb.connect(config={"threads": 1})
 
 
 @cache

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
+from penstock.errors import UsageError
 from penstock.trace.event_schema import TraceFile
 from penstock.trace.trace_set import read_trace_file
 
@@ -24,6 +25,32 @@ from penstock.trace.trace_set import read_trace_file
 )
 def test_a_rank_is_a_number_in_its_place_and_not_the_beginning_of_a_hash(name: str, rank: int | None) -> None:
     assert TraceFile(path=Path(name)).rank == rank
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rank"),
+    [
+        (r"node(\d+)", 12), (r"NODE(\d+)_(\d+)", 12), (r"(node)", None), (r"node(x?)", None), (r"no(\d+)", None),
+        (r"_(\d+)", 2_147_483_647), (r"-(\d+)", None),
+    ],
+)  # fmt: skip
+def test_a_pattern_of_ones_own_finds_the_number_in_its_first_group(pattern: str, rank: int | None) -> None:
+    file = TraceFile(path=Path("node12_2147483647-2147483648\udcff.pfw"), rank_pattern=pattern)
+    assert file.rank == rank
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "rank", "(", "rank(?=(7))", "(" * 10_000, "(a{99999999999})", "(\ud800)"]
+)
+def test_a_pattern_that_can_find_no_rank_is_refused_by_its_name(pattern: str) -> None:
+    with pytest.raises(UsageError, match="finds no rank in a file's name") as refused:
+        assert TraceFile(path=Path("rank7.pfw"), rank_pattern=pattern).rank is None
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_pattern_takes_linear_time() -> None:
+    file = TraceFile(path=Path("a" * 250 + ".pfw"), rank_pattern=r"(a+)+$")
+    assert file.rank is None  # by Python's engine, it would take longer than the universe exists
 
 
 @pytest.mark.parametrize("num_events", [5, 2000])
