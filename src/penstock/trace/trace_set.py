@@ -96,7 +96,7 @@ before they are sorted.
 """
 _SORT_MEMORY: Final = "1GB"
 """The memory that DuckDB may use for sorting; what does not fit goes to the scratch folder."""
-_KEY: Final = "penstock.trace"
+_KEY: Final = b"penstock.trace"
 _VERSION: Final = 3
 _RECREATE: Final = "Create it again with penstock trace load."
 _READABLE: Final = (2, 3)
@@ -145,7 +145,7 @@ def convert(
     A table without any events does not replace an older table.
     """
     inputs = [file.path for file in files]
-    refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
+    refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_is_event_table)
     sources = tuple(map(_describe_source, files))
     with _explained(str(target)), publishing(target) as (draft, scratch), duckdb.connect() as connection:
         gathered = GatheredEvents(scratch)
@@ -396,27 +396,32 @@ def write_table(
     connection.execute("SET memory_limit = ?", [_SORT_MEMORY])
     connection.execute(
         f"COPY ({query}) TO {sql_literal(str(path))} (FORMAT parquet, COMPRESSION {compression},"
-        f" ROW_GROUP_SIZE 131072, KV_METADATA {{{sql_literal(_KEY)}: $1}})",
+        f" ROW_GROUP_SIZE 131072, KV_METADATA {{{sql_literal(_KEY.decode())}: $1}})",
         [json.dumps(document)],
     )
     connection.execute("RESET memory_limit")
 
 
-def _read_facts_text(path: Path) -> bytes | None:
-    """Return the facts in a Parquet file; empty if it has none, None if the file is not a Parquet file."""
+def _read_schema(path: Path) -> pa.Schema | None:
+    """Return the columns of a Parquet file, or None if the file is not a Parquet file."""
     try:
-        metadata: Mapping[bytes, bytes] = pq.read_metadata(path).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+        return pq.read_schema(path)
+    except (pa.ArrowException, OSError):
         return None
-    return metadata.get(_KEY.encode(), b"")
+
+
+def _is_event_table(path: Path) -> bool:
+    schema = _read_schema(path)
+    return schema is not None and _KEY in (schema.metadata or {})
 
 
 def read_facts(path: Path) -> EventTableFacts | None:
     """Return the facts of a table, or None if the file is not a Parquet file."""
-    text = _read_facts_text(path)
-    if text is None:
+    schema = _read_schema(path)
+    if schema is None:
         return None
-    if not text:
+    text = (schema.metadata or {}).get(_KEY)
+    if text is None:
         raise UsageError(
             "This Parquet file is not an event table",
             where=str(path),
@@ -430,10 +435,13 @@ def read_facts(path: Path) -> EventTableFacts | None:
             sources = tuple(document["sources"])
             for one in sources:
                 str.encode(one["path"] + one["name"] + one["run"] + one["rank_pattern"])
+            for column in SCHEMA:
+                if schema.field(column.name).type != column.type:
+                    raise TypeError(f"column {column.name} is not of the type {column.type}")
             return EventTableFacts(sources, accounts, document["where"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataDamaged(
-            "The facts of this event table are damaged", where=str(path), fix=_RECREATE
+            f"This event table is damaged: {error!s:.200}", where=str(path), fix=_RECREATE
         ) from error
     raise UsageError(
         f"Another version of Penstock wrote this table (format {version}, not {_VERSION})",

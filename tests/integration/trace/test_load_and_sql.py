@@ -182,10 +182,39 @@ def test_a_damaged_pattern_of_ranks_in_a_table_is_refused_when_it_is_needed(
     facts["sources"][0]["rank_pattern"] = pattern
     pq.write_table(table.replace_schema_metadata({"penstock.trace": json.dumps(facts)}), path)
     with load(path) as run:
-        assert len(run.events) == 401
+        assert len(run.events) == 400
     os.utime(source, ns=(1, 1))
     with pytest.raises(UsageError, match="finds no rank in a file's name"), load(path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("rank", None),
+        ("ts_us", pa.array(["1"] * 400)),
+        ("path", pa.array([["/d/a"]] * 400)),
+        ("path", pa.array([{"x": 1}] * 400)),
+        ("path", pa.array([b"\xff"] * 400)),
+        ("dur_us", pa.array([1.5] * 400)),
+    ],
+)
+def test_a_table_whose_columns_are_not_those_of_events_is_refused_by_its_name(
+    column: str, values: pa.Array | None, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.events"
+    convert(name_trace_files([min(traces.iterdir())], run=""), path, progress=Progress())
+    table = pq.read_table(path)
+    place, names = table.column_names.index(column), table.column_names
+    table = table.remove_column(place) if values is None else table.set_column(place, column, values)
+    assert values is None or table.column_names == names
+    pq.write_table(table, path)
+    for words in (["sql", "SELECT 1"], ["summary"], ["report", "--json"]):
+        assert main(["trace", *words, str(path)]) == 1
+        told = capsys.readouterr().err
+        assert "This event table is damaged" in told
+        assert column in told
+        assert str(path) in told
 
 
 def test_the_table_of_another_user_is_not_rebuilt_from_the_files_that_it_names(

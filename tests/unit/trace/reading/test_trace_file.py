@@ -30,8 +30,8 @@ def test_a_rank_is_a_number_in_its_place_and_not_the_beginning_of_a_hash(name: s
 @pytest.mark.parametrize(
     ("pattern", "rank"),
     [
-        (r"node(\d+)", 12), (r"NODE(\d+)_(\d+)", 12), (r"(node)", None), (r"node(x?)", None), (r"no(\d+)", None),
-        (r"_(\d+)", 2_147_483_647), (r"-(\d+)", None),
+        (r"node(\d+)", 12), (r"NODE(\d+)_(\d+)", 12), (r"(node)", None), (r"node(x?)", None),
+        (r"no(\d+)", None), (r"_(\d+)", 2_147_483_647), (r"-(\d+)", None),
     ],
 )  # fmt: skip
 def test_a_pattern_of_ones_own_finds_the_number_in_its_first_group(pattern: str, rank: int | None) -> None:
@@ -39,9 +39,7 @@ def test_a_pattern_of_ones_own_finds_the_number_in_its_first_group(pattern: str,
     assert file.rank == rank
 
 
-@pytest.mark.parametrize(
-    "pattern", ["", "rank", "(", "rank(?=(7))", "(" * 10_000, "(a{99999999999})", "(\ud800)"]
-)
+@pytest.mark.parametrize("pattern", ["", "rank", "(", "rank(?=(7))", "(" * 10_000, "(a{2000})", "(\ud800)"])
 def test_a_pattern_that_can_find_no_rank_is_refused_by_its_name(pattern: str) -> None:
     with pytest.raises(UsageError, match="finds no rank in a file's name") as refused:
         assert TraceFile(path=Path("rank7.pfw"), rank_pattern=pattern).rank is None
