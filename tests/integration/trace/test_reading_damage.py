@@ -212,6 +212,28 @@ def test_starts_and_durations_are_in_the_unit_that_the_trace_names(
     assert (row["ts_us"], row["dur_us"], row["end_us"]) == (5 * tick_us, 7 * tick_us, 12 * tick_us)
 
 
+def test_units_that_change_apply_from_their_line_on_and_cut_no_batch(tmp_path: Path) -> None:
+    metric = b'{"name":"CM","ph":"M","pid":1,"args":{"name":"time_metric","value":"%s"}}\n'
+    units = {b"NS": 1, b"US": 1000, b"MS": 1_000_000, b"SEC": 1_000_000_000}
+    ticks = (5, 1999, (1 << 60) + 1, (1 << 61) - 1)
+    lines, expected = [], []
+    for number in range(2000):
+        unit, ts = list(units)[number * 7 % 4], ticks[number % 3 if number % 5 else 3]
+        lines += [metric % unit, EVENT.replace(b'"ts":5', b'"ts":%d' % ts) % (b"x", b"")]
+        ts_ns, end_ns = ts * units[unit], (ts + 7) * units[unit]
+        if max(ts_ns // 1000, end_ns // 1000 - ts_ns // 1000) < 1 << 61:
+            expected.append((ts_ns // 1000, end_ns // 1000))
+    file = tmp_path / "a.pfw"
+    file.write_bytes(b"".join(lines))
+    rows, account = read(file)
+    assert [(row["ts_us"], row["end_us"]) for row in rows] == expected
+    assert account.dropped_reasons == {"time out of range": 2000 - len(expected)}
+    batches = list(read_trace_file(TraceFile(path=file)).batches)
+    assert [batch.num_rows for batch in batches] == [
+        len(expected)
+    ]  # else, each line costs what a batch costs
+
+
 @pytest.mark.parametrize("name", ["/d/plain", '/d/with "quotes"', "/d/back\\slash", "/d/é\n"])
 def test_names_of_hashes_are_read_with_their_escapes(name: str, tmp_path: Path) -> None:
     named = {"name": "FH", "ph": "M", "pid": 1, "args": {"name": name, "value": "ab12"}}

@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -262,7 +261,6 @@ BLOCK_BYTES: Final = 16 << 20
 QUERY_LINES: Final = 400
 """Python parses fewer lines than this in less time than DuckDB needs to plan a query."""
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
-_UNIT_LINE: Final = re.compile(rb"time_metric[^\n]*\n")
 _NEWLINE: Final = ord("\n")
 _RANK: Final = re.compile(r"Rank (\d{1,9})\b")
 
@@ -274,7 +272,7 @@ _BLOCK_SCHEMA: Final = pa.schema(
     + [(name, pa.int32()) for name in _INT32]
     + [(name, pa.string()) for name in _TEXTS]
 )
-"""The events of a block, from either parser; hashes have no names yet. `line` counts from the file's start.
+"""The events of a block, from either parser; hashes have no names yet. `line` counts from the block's start.
 """
 
 
@@ -300,13 +298,9 @@ class JsonLines:
     def read(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """Yield the file's events in the order of its lines."""
         for block in _gather_blocks(chunks):
-            # A line that sets a different unit of time ends a block, so that all times in a block have the
-            # same unit.
-            cuts = [0, *(found.end() for found in _UNIT_LINE.finditer(block)), len(block)]
-            for begin, end in pairwise(cuts):
-                batch = self._read_block(block[begin:end])
-                if batch.num_rows:
-                    yield batch
+            batch = self._read_block(block)
+            if batch.num_rows:
+                yield batch
         self._account.faults.extend(self._find_faults())
 
     def _read_block(self, block: bytes) -> pa.RecordBatch:
@@ -322,20 +316,35 @@ class JsonLines:
         is_odd[plain["line"].to_numpy()] = False
         is_odd &= ~is_empty
         rows = []
-        for number in np.flatnonzero(is_odd).tolist():
+
+        def parse(number: int, ns_per_tick: int) -> None:
             line = block[starts[number] : ends[number]]
             account.lines = first + number + 1
-            parsed = parse_line(line, self._name_new_file, self._ns_per_tick)
+            parsed = parse_line(line, self._name_new_file, ns_per_tick)
             account.count(parsed, line)
             self._learn(parsed, account.lines)
             if parsed.row is not None:
-                rows.append({**parsed.row, "line": account.lines})
+                rows.append({**parsed.row, "line": number})
+
+        # The lines from which on other units of time apply.
+        changes, units_ns = [0], [self._ns_per_tick]
+        for number in np.flatnonzero(is_odd).tolist():
+            parse(number, self._ns_per_tick)
+            if self._ns_per_tick != units_ns[-1]:
+                changes.append(number)
+                units_ns.append(self._ns_per_tick)
+        if plain.num_rows:
+            lines = plain["line"].to_numpy()
+            ns_per_tick = np.array(units_ns)[np.searchsorted(changes, lines, side="right") - 1]
+            plain, is_late = _convert_ticks(plain, ns_per_tick)
+            for number, unit_ns in zip(lines[is_late].tolist(), ns_per_tick[is_late].tolist(), strict=True):
+                parse(number, unit_ns)
         account.lines = first + len(ends)
         account.events += plain.num_rows
-        numbers = pa.array(plain["line"].to_numpy() + first + 1)
-        events = plain.set_column(0, "line", numbers)
+        events = plain
         if rows:
             events = pa.concat_tables([events, pa.Table.from_pylist(rows, _BLOCK_SCHEMA)]).sort_by("line")
+        events = events.set_column(0, "line", pa.array(events["line"].to_numpy() + first + 1))
         return self._build_batch(events)
 
     def _query_block(self, block: bytes, starts: npt.NDArray[Any]) -> pa.Table:
@@ -356,7 +365,7 @@ class JsonLines:
             cursor.register("block", pa.table({"line": numbers, "text": texts}))
             # Some writers end each line as an element of an array: {...},
             has_commas = b"},\n" in block or b"},\r" in block
-            query = _write_query("rtrim(text, ', \r\n')" if has_commas else "text", self._ns_per_tick)
+            query = _write_query("rtrim(text, ', \r\n')" if has_commas else "text")
             found = cursor.sql(query).to_arrow_table()
             cursor.unregister("block")
         events = found.filter(found["is_plain"]).select(_BLOCK_SCHEMA.names)
@@ -499,6 +508,21 @@ class JsonLines:
             )
 
 
+def _convert_ticks(events: pa.Table, ns_per_tick: npt.NDArray[Any]) -> tuple[pa.Table, npt.NDArray[Any]]:
+    """Convert the times of events to microseconds, as `_build_row` does.
+
+    Returns the events whose times fit, and which events have other times.
+    """
+    ticks, lasting = events["ts_us"].to_numpy(), events["dur_us"].to_numpy()
+    factors, divisors = np.maximum(ns_per_tick // 1000, 1), np.maximum(1000 // ns_per_tick, 1)
+    is_late = np.maximum(ticks, lasting) >= np.where(ns_per_tick == 1, 1 << 62, _TIME_LIMIT_US // factors)
+    begins = ticks * factors // divisors
+    durations = (ticks + lasting) * factors // divisors - begins
+    for name, values in (("ts_us", begins), ("dur_us", durations)):
+        events = events.set_column(events.column_names.index(name), name, pa.array(values))
+    return events.filter(~is_late), is_late
+
+
 def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Gather whole lines into blocks that are parsed together."""
     parts: list[bytes] = []
@@ -514,11 +538,11 @@ def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 @cache
-def _write_query(text: str, ns_per_tick: int) -> str:
+def _write_query(text: str) -> str:
     """Return the query for plain events of `text`: members as JSON text -> values -> whether all are exact.
 
     A JSON text keeps its type: `"5"` is a string, `5` a number. A number is exact if casting it to an integer
-    and back changes nothing, which `1.5`, `1e3` and `007` do not survive.
+    and back changes nothing, which `1.5`, `1e3` and `007` do not survive. Times are still in the file's unit.
     """
     top = ("name", "cat", "ph", "pid", "tid", "ts", "dur", "args")
     inner = (*_TAKEN, "size")
@@ -537,15 +561,7 @@ def _write_query(text: str, ns_per_tick: int) -> str:
     def names(ops: frozenset[str]) -> str:
         return "name IN (" + ", ".join(f"'{name}'" for name in spellings_of(ops)) + ")"
 
-    ticks = min(1 << 62, (1 << 61) * 1000 // ns_per_tick)
-
-    # Starts and ends are truncated to the microsecond; see `_build_row`.
-    def in_us(ticks: str) -> str:
-        if ns_per_tick >= 1000:
-            return f"({ticks}) * {ns_per_tick // 1000}"
-        return f"({ticks}) // {1000 // ns_per_tick}"
-
-    limits = {"epoch": 1 << 31, "step": 1 << 31, "ts": ticks, "dur": ticks}
+    limits = {"epoch": 1 << 31, "step": 1 << 31}
     exact = [
         f"""coalesce(n_{key}::VARCHAR = {bare(key)} AND abs(n_{key}) < {limits.get(key, 1 << 62)},
                      "{key}" IS NULL)"""
@@ -580,7 +596,7 @@ def _write_query(text: str, ns_per_tick: int) -> str:
             SELECT *, {", ".join(f"TRY_CAST({bare(key)} AS BIGINT) AS n_{key}" for key in numbers)}
             FROM arguments
         ), checked AS (
-            SELECT line, {in_us("n_ts")} AS ts_us, {in_us("n_ts + n_dur")} - {in_us("n_ts")} AS dur_us,
+            SELECT line, n_ts AS ts_us, n_dur AS dur_us,
                    {bare("name")} AS name, {bare("cat")} AS cat,
                    coalesce(n_pid, 0) AS pid, coalesce(n_tid, n_pid, 0) AS tid,
                    {bare("hostname")} AS host, {bare("hhash")} AS hhash, {bare("fname")} AS path,
