@@ -63,6 +63,7 @@ from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
 from penstock.trace.reading.strace import read_strace
 from penstock.trace.reading.trace_files import (
+    LARGEST_RATIO,
     UTF8_MARK,
     Dialect,
     detect_dialect,
@@ -96,6 +97,8 @@ before they are sorted.
 """
 _SORT_MEMORY: Final = "1GB"
 """The memory that DuckDB may use for sorting; what does not fit goes to the scratch folder."""
+_UNPACKED_BYTES: Final = 1 << 30
+"""The bytes to which any event table may unpack, even one of very few different texts."""
 _KEY: Final = b"penstock.trace"
 _VERSION: Final = 3
 _RECREATE: Final = "Create it again with penstock trace load."
@@ -402,52 +405,68 @@ def write_table(
     connection.execute("RESET memory_limit")
 
 
-def _read_schema(path: Path) -> pa.Schema | None:
-    """Return the columns of a Parquet file, or None if the file is not a Parquet file."""
+def _read_footer(path: Path) -> pq.FileMetaData | None:
+    """Return what a Parquet file says about itself, or None if the file is not a Parquet file."""
     try:
-        return pq.read_schema(path)
+        return pq.read_metadata(path)
     except (pa.ArrowException, OSError):
         return None
 
 
 def _is_event_table(path: Path) -> bool:
-    schema = _read_schema(path)
-    return schema is not None and _KEY in (schema.metadata or {})
+    footer = _read_footer(path)
+    return footer is not None and _KEY in (footer.metadata or {})
 
 
 def read_facts(path: Path) -> EventTableFacts | None:
     """Return the facts of a table, or None if the file is not a Parquet file."""
-    schema = _read_schema(path)
-    if schema is None:
+    footer = _read_footer(path)
+    if footer is None:
         return None
-    text = (schema.metadata or {}).get(_KEY)
+    text = (footer.metadata or {}).get(_KEY)
     if text is None:
         raise UsageError(
             "This Parquet file is not an event table",
             where=str(path),
             fix="Create one with penstock trace load, from the files that the tracer itself wrote.",
         )
+    facts = None
     try:
         document = parse_json(text)
         version = document["version"]
         if version in _READABLE:
             accounts = tuple(map(FileAccount.from_document, document["accounts"]))
-            sources = tuple(document["sources"])
-            for one in sources:
+            facts = EventTableFacts(tuple(document["sources"]), accounts, document["where"])
+            for one in facts.sources:
                 str.encode(one["path"] + one["name"] + one["run"] + one["rank_pattern"])
-            for column in SCHEMA:
-                if schema.field(column.name).type != column.type:
-                    raise TypeError(f"column {column.name} is not of the type {column.type}")
-            return EventTableFacts(sources, accounts, document["where"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataDamaged(
-            f"This event table is damaged: {error!s:.200}", where=str(path), fix=_RECREATE
+            "The facts of this event table are damaged", where=str(path), fix=_RECREATE
         ) from error
-    raise UsageError(
-        f"Another version of Penstock wrote this table (format {version}, not {_VERSION})",
-        where=str(path),
-        fix=_RECREATE,
-    )
+    if facts is None:
+        raise UsageError(
+            f"Another version of Penstock wrote this table (format {version}, not {_VERSION})",
+            where=str(path),
+            fix=_RECREATE,
+        )
+    columns = footer.schema.to_arrow_schema()
+    types = dict(zip(columns.names, columns.types, strict=True))
+    wrong = [column.name for column in SCHEMA if types.get(column.name) != column.type]
+    if wrong:
+        raise DataDamaged(
+            f"This event table lacks columns of events: {', '.join(wrong)}", where=str(path), fix=_RECREATE
+        )
+    size_bytes = path.stat().st_size
+    unpacked_bytes = sum(footer.row_group(place).total_byte_size for place in range(footer.num_row_groups))
+    # A table of Penstock has at most 40 events a byte, because each 131,072 events have pages of their own.
+    largest = LARGEST_RATIO * size_bytes
+    if footer.num_rows > largest or unpacked_bytes > max(_UNPACKED_BYTES, largest):
+        raise DataDamaged(
+            f"This event table unpacks to over {LARGEST_RATIO} times its size",
+            where=str(path),
+            fix=_RECREATE,
+        )
+    return facts
 
 
 @contextmanager

@@ -204,6 +204,29 @@ def test_log_without_the_library_names_the_extra_to_install(
         _read(path)
 
 
+_FILLS_MEMORY = """
+def log_open(path):
+    return {"handle": 1, "whole": bytes(5 << 30)}
+"""
+
+
+def test_log_that_unpacks_to_gigabytes_ends_only_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "darshan" / "backend"
+    library.mkdir(parents=True)
+    for path in (library.parent / "__init__.py", library / "__init__.py"):
+        path.touch()
+    (library / "cffi_backend.py").write_text(_FILLS_MEMORY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    log = tmp_path / "job.darshan"
+    log.write_bytes(b"3.41\0\0\0\0" + LOG_MAGIC[0])
+    rows, account = _read(log)
+    assert rows == []
+    assert "Darshan's library: MemoryError" in account.faults
+
+
 @contextmanager
 def _parsing(records: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], FileAccount]]:
     account = FileAccount(file="x.darshan")

@@ -6,14 +6,19 @@ is the job; each other line is one record: the segments of a file, or its counte
 
 import importlib
 import json
+import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 SEGMENT_MODULES: Final = {"DXT_POSIX": "POSIX", "DXT_MPIIO": "MPIIO"}
 """Modules with single reads and writes, mapped to their category, as in the text of darshan-dxt-parser."""
 COUNTER_MODULES: Final = {"POSIX": "POSIX", "MPI-IO": "MPIIO", "STDIO": "STDIO"}
 """Modules with sums for each file, mapped to their category, which is also the prefix of their counters."""
+
+_MOST_BYTES: Final = 4 << 30
+"""The memory that reading a log may take; real logs take far less."""
 
 
 def dump(path: str, out: TextIO) -> int:
@@ -54,4 +59,7 @@ def _documents(backend: Any, log: Any) -> Iterator[Mapping[str, Any]]:
 
 
 if __name__ == "__main__":
+    # The parts of a log are compressed, and the library unpacks them whole.
+    with suppress(ValueError):  # this process has a lower limit already
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
     sys.exit(dump(sys.argv[1], sys.stdout))
