@@ -24,7 +24,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest, require_same
 from penstock.dataset.generate import GenerationResult, generate
 from penstock.dataset.verify import VerificationResult, verify
-from penstock.errors import OutOfSpace, StorageError, UsageError
+from penstock.errors import DataDamaged, OutOfSpace, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.files.file_storage import FileStorage
@@ -195,6 +195,13 @@ def test_a_manifest_that_cannot_be_understood_is_an_error_that_names_it(
     (tmp_path / KEY).write_bytes(damage)
     with pytest.raises(StorageError, match="manifest"):
         _generate(_at(tmp_path))
+
+
+def test_a_manifest_of_any_size_costs_no_memory(tmp_path: Path) -> None:
+    with (tmp_path / KEY).open("wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(DataDamaged, match=f"4,398,046,511,104 bytes.*{KEY}"):
+        require_same(_at(tmp_path), RECIPE)
 
 
 def test_verification_needs_a_data_set(tmp_path: Path) -> None:
