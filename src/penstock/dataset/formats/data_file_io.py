@@ -16,10 +16,9 @@ from penstock.dataset.formats.file_writer import (
     DataFileWriter,
     FirstDifference,
 )
-from penstock.errors import ShortTransfer, StorageError
+from penstock.errors import ShortTransfer
 from penstock.storage import ObjectInfo, Source, Storage
 from penstock.storage.aligned import BufferPool
-from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Release, SupportsWritesAtOnce
 
 KEPT_BUFFERS = 8
@@ -101,7 +100,9 @@ def verify_file(
         with closing(storage.open(name)) as source:
             offset = _first_wrong_byte(kind, plan, part, source, content)
         if offset is not None:
-            what = "the index is wrong" if part else _describe(kind, plan, storage, content)
+            what = "it differs from what is generated"
+            if plan.parts[part].size_bytes is None:
+                what += ": damage, or a file that another version of its encoder wrote"
             return WrongFile(name, f"byte {offset}: {what}")
     return None
 
@@ -140,67 +141,3 @@ def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: in
         actual_bytes=actual_bytes,
         fix="Generate the data set again: files that are whole are kept.",
     )
-
-
-def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content) -> str:
-    """Say which sample a file's wrong bytes belong to."""
-    find = _first_wrong_block if kind.is_taken_apart_by_library else _first_wrong_sample
-    try:
-        wrong = find(kind, plan, storage, content)
-    except StorageError as error:
-        return error.what
-    if wrong is None:
-        return (
-            "all samples are right, but bytes of the format around them differ: damage, or a file that "
-            "another version of its encoder wrote"
-        )
-    return f"sample {wrong} differs"
-
-
-def _first_wrong_sample(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
-) -> int | None:
-    """Return the first sample that decodes to something other than expected, or None."""
-    with closing(storage.open(plan.name)) as source:
-        survey = kind.survey(plan, source)
-        for start in range(0, plan.num_samples, plan.block_samples):
-            block = range(start, min(start + plan.block_samples, plan.num_samples))
-            decoded = read_samples(kind, plan, survey, source, block)
-            expected = kind.expected(plan, content, block)
-            for sample, stored, right in zip(block, decoded, expected, strict=True):
-                if stored.tobytes() != right.tobytes():
-                    return sample
-    return None
-
-
-def _first_wrong_block(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
-) -> int | None:
-    """Return the first sample of the first block that differs from a file generated in memory, or None."""
-    whole = kind.with_all_columns()
-    plan = whole.plan(plan.index, plan.name)
-    right = MemoryStorage()
-    write_file(whole, plan, right, content, buffer_pool())
-    with closing(storage.open(plan.name)) as stored, closing(right.open(plan.name)) as made:
-        survey = whole.survey(plan, made)
-        for start in range(0, plan.num_samples, plan.block_samples):
-            for read in whole.reads(plan, survey, range(start, start + 1)):
-                if read.offset + read.size_bytes > stored.size_bytes:
-                    return start
-                if _read(stored, read) != _read(made, read):
-                    return start
-    return None
-
-
-def read_samples(
-    kind: fp.FileFormat, plan: fp.FilePlan, survey: fp.FileSurvey, source: Source, samples: range
-) -> fp.Sample:
-    """Read and decode `samples` of an open file, one range after the other. For verification and tests."""
-    pieces = [_read(source, read) for read in kind.reads(plan, survey, samples) if read.part == 0]
-    return kind.decode(plan, survey, pieces, samples)
-
-
-def _read(source: Source, read: fp.RangeRead) -> fp.Extent:
-    buffer = memoryview(bytearray(read.size_bytes))
-    source.read_into(read.offset, buffer)
-    return fp.Extent(read.offset, buffer)

@@ -112,11 +112,6 @@ class FileFormat(ABC):
 
     compressions: ClassVar[tuple[Compression, ...]] = ()
     """The compressions that the format supports."""
-    is_taken_apart_by_library: ClassVar[bool] = False
-    """True if only a library can decode files, and it ends the process for some damaged ones.
-
-    Verification therefore never gives it a file that differs from what it would itself write.
-    """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         if dataset.compression not in (Compression.NONE, *self.compressions):
@@ -196,10 +191,6 @@ class FileFormat(ABC):
         """
         text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
-
-    def with_all_columns(self) -> FileFormat:
-        """Return the format of the same files, but with everything in each sample read."""
-        return self
 
 
 class ReadWhole(FileFormat):

@@ -34,7 +34,6 @@ class Hdf5Format(fp.FileFormat):
     """Files that h5py opens. They are read by chunk, or by sample if there are no chunks."""
 
     compressions = (Compression.GZIP, Compression.LZF)
-    is_taken_apart_by_library = True
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)

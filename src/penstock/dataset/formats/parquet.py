@@ -8,7 +8,7 @@ file is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
@@ -143,7 +143,6 @@ class ParquetFormat(fp.FileFormat):
     """Files that pyarrow opens. They are read by row group, and only in the columns marked `read`."""
 
     compressions = tuple(_CODECS)
-    is_taken_apart_by_library = True
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)
@@ -261,12 +260,6 @@ class ParquetFormat(fp.FileFormat):
             joined = np.concatenate(rows, axis=1)
             blocks.append(joined[start - group.start : stop - group.start])
         return np.concatenate(blocks)
-
-    def with_all_columns(self) -> ParquetFormat:
-        """Return the format of the same files, but with every column read."""
-        parquet = self._dataset.parquet
-        columns = tuple(replace(column, read=True) for column in parquet.columns)
-        return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
 
     def _refuse_other_levels(self, plan: fp.FilePlan, stored: pq.ParquetSchema) -> None:
         """Raise if a column's levels differ from those that were written.

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.data_samples import read_samples
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file_io import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_file
 from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, Sample
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.in_memory import MemoryStorage
