@@ -126,14 +126,13 @@ def _find_rank(pattern: str, name: str) -> int | None:
     query = "SELECT TRY_CAST(regexp_extract($1, $2, ['rank'], 'i').rank AS INTEGER)"
     try:
         with open_database().cursor() as cursor:
-            ((rank,),) = cursor.execute(
-                query, [os.fsencode(name).decode(errors="replace"), pattern]
-            ).fetchall()
+            rows = cursor.execute(query, [os.fsencode(name).decode(errors="replace"), pattern]).fetchall()
     except duckdb.Error as error:
         raise UsageError(
             f"{pattern!r:.200} finds no rank in a file's name: {error!s:.200}",
             fix=r"Write a regular expression of RE2 with a group: --rank-pattern 'node(\d+)'.",
         ) from error
+    rank: int | None = rows[0][0]
     return rank
 
 
