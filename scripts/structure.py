@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 44_150,
-    "expressions": 309_500,
-    "record types": 397,
+    "statements": 43_990,
+    "expressions": 307_750,
+    "record types": 395,
     "modules": 326,
     "protocols": 21,
-    "functions of three lines or less": 900,
+    "functions of three lines or less": 896,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
@@ -46,7 +46,7 @@ ENTERED = {
     "Manager.restore": 26,
     "penstock checkpoint ls": 23,
     "penstock trace summary": 18,
-    "penstock training run": 88,
+    "penstock training run": 87,
 }
 
 BROAD_EXCEPT = {
