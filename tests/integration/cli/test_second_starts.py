@@ -79,6 +79,19 @@ def is_there(folder: Path, pattern: str) -> bool:
         return False
 
 
+def states_of_group(group: int) -> list[str]:
+    """The states of all threads in a process group, as letters of proc(5); zombies count as stopped."""
+    states = []
+    for path in Path("/proc").glob("[0-9]*/task/*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(words[2]) == group:
+            states.append("T" if words[0] in "tZ" else words[0])
+    return states
+
+
 @contextmanager
 def under_way(folder: Path, words: list[str], pattern: str) -> Iterator[subprocess.Popen[str]]:
     """A command that is stopped, for as long as the block runs, once a file of this name exists."""
@@ -89,6 +102,10 @@ def under_way(folder: Path, words: list[str], pattern: str) -> Iterator[subproce
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGSTOP)
+        # A thread stops when its system call ends, which may still make a file.
+        while any(state != "T" for state in states_of_group(process.pid)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
         yield process
     finally:
         if process.poll() is None:
