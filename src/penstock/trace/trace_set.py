@@ -40,7 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.environment import find_other_writer
-from penstock.errors import DataDamaged, UsageError, name_some
+from penstock.errors import DataDamaged, TraceDamaged, UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
 from penstock.results.published_files import publishing
@@ -73,6 +73,7 @@ from penstock.trace.reading.trace_files import (
     read_pieces,
     split_lines,
 )
+from penstock.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ _UNPACKED_BYTES: Final = 1 << 30
 """The bytes to which any event table may unpack, even one of very few different texts."""
 _KEY: Final = b"penstock.trace"
 _VERSION: Final = 3
+_TIMES: Final = 1 << 61
+"""Times between minus this and this can be added without overflow."""
 _RECREATE: Final = "Create it again with penstock trace load."
 _READABLE: Final = (2, 3)
 """The readable versions of tables. The second, of Penstock 0.2.0, has columns and sums that are ignored
@@ -469,9 +472,23 @@ def read_facts(path: Path) -> EventTableFacts | None:
     return facts
 
 
+def _require_events(connection: duckdb.DuckDBPyConnection, path: Path, source: str) -> None:
+    """Raise `DataDamaged` if a row of a table cannot be an event: every question counts on some columns."""
+    exact = " AND ".join(f"{column.name} IS NOT NULL" for column in SCHEMA if not column.nullable)
+    is_event = f"{exact} AND ts_us BETWEEN {-_TIMES} AND {_TIMES} AND dur_us >= 0 AND end_us = ts_us + dur_us"
+    query = f"SELECT count(*) FROM {source} WHERE ({is_event}) IS NOT TRUE"
+    ((num_wrong,),) = connection.execute(query).fetchall()
+    if num_wrong:
+        raise DataDamaged(
+            f"This event table has {format_count(num_wrong, 'row')} that cannot be an event",
+            where=str(path),
+            fix=_RECREATE,
+        )
+
+
 @contextmanager
 def _explained(place: str) -> Iterator[None]:
-    """Convert DuckDB's I/O errors in the block, in which it writes to `place`, to a `StorageError`."""
+    """Convert DuckDB's errors about storage in the block, in which it writes to `place`, and about data."""
     try:
         yield
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
@@ -480,6 +497,12 @@ def _explained(place: str) -> Iterator[None]:
         number = next((number for number in errno.errorcode if os.strerror(number) in text), 0)
         refused = OSError(number, os.strerror(number) if number else text)
         raise map_os_error(refused, "Reading or writing events", place) from error
+    except (duckdb.DataError, duckdb.InvalidInputException) as error:
+        what = str(error).partition("\n")[0]
+        raise TraceDamaged(
+            f"An event has a number or a text that cannot be evaluated: {what:.200}",
+            fix="Leave such events out with --where.",
+        ) from error
 
 
 LOCAL: Final = "local"
@@ -593,8 +616,9 @@ def open_trace_set(
                 of_runs[run] += _refresh(path, facts, progress).accounts
                 tables.append(path)
                 # To DuckDB, a name may be a pattern of other files' names.
-                source = sql_literal(glob.escape(str(path)))
-                selected.append(f"SELECT {columns} FROM read_parquet({source})")
+                source = f"read_parquet({sql_literal(glob.escape(str(path)))})"
+                _require_events(connection, path, source)
+                selected.append(f"SELECT {columns} FROM {source}")
             if not raw:
                 continue
             files = name_trace_files(raw, run=run, rank_pattern=rank_pattern)

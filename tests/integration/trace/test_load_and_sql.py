@@ -3,7 +3,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -214,6 +214,39 @@ def test_a_table_whose_columns_are_not_those_of_events_is_refused_by_its_name(
         told = capsys.readouterr().err
         assert f"This event table lacks columns of events: {column}" in told
         assert str(path) in told
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("ts_us", None), ("op", None), ("dur_us", -5), ("end_us", 1 << 62)]
+)
+def test_a_table_with_rows_that_cannot_be_events_is_refused(
+    column: str, value: int | None, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.events"
+    convert(name_trace_files([min(traces.iterdir())], run=""), path, progress=Progress())
+    table = pq.read_table(path)
+    values = [value, *table[column].to_pylist()[1:]]
+    table = table.set_column(
+        table.column_names.index(column), column, pa.array(values, table.schema.field(column).type)
+    )
+    pq.write_table(table, path)
+    for words in (["sql", "SELECT 1"], ["summary"], ["report", "--json"]):
+        assert main(["trace", *words, str(path)]) == 1
+        assert "This event table has 1 row that cannot be an event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"ts": 1 << 60}, {"args": {"offset": 1 << 61}}])
+def test_an_event_too_large_to_evaluate_is_an_error_that_shows_its_number(
+    given: Mapping[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.pfw"
+    args = {"fname": "/data/a", "ret": 4096, "offset": 0}
+    about = {"name": "read", "cat": "POSIX", "pid": 1, "tid": 1, "dur": 5, "ph": "X", "args": args}
+    events = [about | {"ts": 10 * number} for number in range(200)]
+    events[7] |= {**given, "args": args | given.get("args", {})}
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["trace", "report", str(path), "-o", str(tmp_path / "run.html")]) == 1
+    assert "An event has a number or a text that cannot be evaluated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

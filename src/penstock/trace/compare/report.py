@@ -352,7 +352,7 @@ def bin_charts(
     ladder = (
         [0, *(2**power for power in range(63))]
         if is_bytes
-        else [0, *(step * 10**power for power in range(18) for step in (1, 2, 5))]
+        else [0, *(step * 10**power for power in range(19) for step in (1, 2, 5))]
     )
     edges = [edge for edge in ladder if first <= edge < last]
     places = {edge: place for place, edge in enumerate(edges)}
