@@ -538,6 +538,8 @@ class FolderCatalog:
             old = _OLD.fullmatch(entry.name)
             if old and old["name"] == name and exists(self._storage, f"{entry.name}/{METADATA_NAME}"):
                 return Committed(name=name, folder=entry.name)
+        if self._has_lost_metadata(name):
+            return Committed(name=name, folder=name)
         raise ObjectNotFound(
             f"No checkpoint is called {name}",
             uri=f"{self._storage.uri}/{name}",
@@ -562,9 +564,16 @@ class FolderCatalog:
         """Do nothing: what an interrupted removal left is in a hidden folder, which the next save sweeps."""
         return []
 
+    def _has_lost_metadata(self, folder: str) -> bool:
+        """Return True for a damaged step without its hidden files, as after `cp step-4/* there`.
+
+        As an uncommitted one it would be ignored, and replaced by the next save of this step.
+        """
+        return self._is_step(folder) and exists(self._storage, f"{folder}/{MANIFEST_NAME}")
+
     def _may_be_checkpoint(self, folder: str) -> bool:
         try:
-            return exists(self._storage, f"{folder}/{METADATA_NAME}")
+            return exists(self._storage, f"{folder}/{METADATA_NAME}") or self._has_lost_metadata(folder)
         except AccessRefused:
             # As in lost+found. A folder with the name of a step may be the newest step; `find` gives the
             # reason.

@@ -108,8 +108,8 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
     listed = name
     storage, name = follow_link(storage, name)
     committed = open_catalog(storage).find(name)
-    sizes = {info.key: info.size_bytes for info in storage.list(committed.folder)}
-    modified_s = storage.stat(committed.key(METADATA_NAME)).modified_s
+    files = {info.key: info for info in storage.list(committed.folder)}
+    metadata = files.get(committed.key(METADATA_NAME))
     state, complaint, step, num_tensors = CheckpointState.DAMAGED, "", parse_step(name), 0
     try:
         source = open_folder(storage, committed.folder, checkpoint_uri(storage, name))
@@ -126,10 +126,10 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
         name=listed,
         step=step,
         state=state,
-        size_bytes=sum(sizes.values()),
-        num_files=len(sizes),
+        size_bytes=sum(info.size_bytes for info in files.values()),
+        num_files=len(files),
         num_tensors=num_tensors,
-        modified_s=modified_s,
+        modified_s=metadata.modified_s if metadata else 0.0,
         complaint=complaint,
     )
 

@@ -707,6 +707,26 @@ def test_a_folder_that_holds_another_step_is_skipped_and_its_step_is_named(
             manager.restore(state_of(0), step=2)
 
 
+def test_a_step_copied_without_its_hidden_files_is_skipped_and_named(tmp_path: Path) -> None:
+    two_steps(tmp_path)
+    (tmp_path / "step-2" / ".metadata").unlink()
+    listed = list_storage(open_here(tmp_path))[-1]
+    assert (listed.name, listed.state) == ("step-2", CheckpointState.DAMAGED)
+    assert "has no .metadata" in listed.complaint
+    with Manager(tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 1
+        assert [each.step for each in manager.skipped_steps] == [2]
+        assert "with its hidden files" in manager.skipped_steps[0].reason
+
+
+def test_a_run_copied_without_hidden_files_is_not_a_new_one(tmp_path: Path) -> None:
+    two_steps(tmp_path)
+    for path in (*tmp_path.glob("step-*/.metadata"), tmp_path / "latest"):
+        path.unlink()
+    with Manager(tmp_path) as manager, pytest.raises(StorageError, match="with its hidden files"):
+        manager.restore(state_of(0))
+
+
 def test_user_files_of_another_step_are_not_returned(tmp_path: Path) -> None:
     with Manager(tmp_path) as manager:
         for step in (1, 2):
