@@ -56,13 +56,13 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
         # Arrow would wait for a pipe's writer.
         with open_to_read(path):
             file = pq.ParquetFile(path)
-        header = parse_json((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
+        header = dict(parse_json((file.schema_arrow.metadata or {}).get(_METADATA, b"{}")))
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         # Columns without a fixed width raise ValueError; no table of ours has any.
         row_bits = sum(kind.bit_width for kind in file.schema_arrow.types)
         num_rows = sum(max(group.column(i).num_values for i in range(group.num_columns)) for group in groups)
         most_bytes = max(MOST_BYTES, _MOST_UNPACKED * path.stat().st_size)
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise StorageError(f"Cannot read the {what}: {error}", uri=str(path)) from error
     if num_rows * row_bits // 8 > most_bytes:
         raise StorageError(f"The {what} have too many rows for the file's size: {num_rows:,}", uri=str(path))

@@ -110,6 +110,7 @@ def _find_holders(inode: int) -> list[int]:
 
 def _describe_process(pid: int) -> str:
     try:
-        return f"Process {pid} ({Path(f'/proc/{pid}/comm').read_text(encoding='utf-8').strip()})"
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+        return f"Process {pid} ({name.strip()})"
     except OSError:  # a fork has the same open folder, so the lock lasts until it ends, too
         return f"A child of process {pid}, which has ended,"

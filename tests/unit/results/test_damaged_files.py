@@ -189,3 +189,12 @@ def test_a_table_with_texts_of_any_length_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns).replace_schema_metadata(schema.metadata), run / COUNTERS_FILE)
     with pytest.raises(StorageError, match="width"):
         read_counters(run)
+
+
+@pytest.mark.parametrize("header", ["[]", "[1]", "null", "7", '"text"'])
+def test_a_header_that_is_no_mapping_is_refused(tmp_path: Path, header: str) -> None:
+    run = record_tables(tmp_path, STEPS_FILE)
+    table = pq.read_table(run / STEPS_FILE)
+    pq.write_table(table.replace_schema_metadata({"penstock": header}), run / STEPS_FILE)
+    with pytest.raises(StorageError):
+        read_events(run)

@@ -50,6 +50,8 @@ from penstock.storage.volumes import locked_folder
 with locked_folder(Path(sys.argv[1]), alone=sys.argv[2] == "alone"):
     if "forks" in sys.argv:
         os.fork()
+    if "strange" in sys.argv:
+        Path("/proc/self/comm").write_bytes(b"\\xffx")
     print(os.getpid(), flush=True)
     sys.stdin.read()
 """
@@ -78,6 +80,15 @@ def test_a_locked_folder_names_its_process_until_that_is_killed(tmp_path: Path) 
         process.wait()
         with locked_folder(folder):
             assert list(folder.iterdir()) == []
+
+
+def test_a_process_whose_name_is_no_text_is_named_too(tmp_path: Path) -> None:
+    with (
+        held(tmp_path, "alone", "strange") as process,
+        pytest.raises(UsageError, match=f"Process {process.pid} .* is using this folder"),
+        locked_folder(tmp_path),
+    ):
+        pass
 
 
 def test_a_lock_leaves_no_folder_behind_that_it_made_and_nobody_used(tmp_path: Path) -> None:
