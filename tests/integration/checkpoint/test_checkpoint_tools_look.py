@@ -72,11 +72,18 @@ def test_one_checkpoint_can_be_listed_alone_and_none_is_an_error(
 
 
 def test_ls_says_why_there_is_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "step-5" / ".metadata").unlink()
-    reasons = {"step-5": "has no .metadata", "step-7": "does not exist", "stock/.metadata": "one file of"}
+    (run / "stock" / ".metadata").rename(run / "stock" / "penstock.json")
+    reasons = {"stock": "has no .metadata", "step-7": "does not exist", "step-5/.metadata": "one file of"}
     for name, reason in reasons.items():
         assert main(["checkpoint", "ls", str(run / name)]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_ls_lists_a_step_without_its_hidden_files_as_damaged(run: Path, asked: Asked) -> None:
+    (run / "step-5" / ".metadata").unlink()
+    code, document = asked("ls", run / "step-5")
+    assert (code, document["checkpoints"][0]["state"]) == (0, "damaged")
+    assert "has no .metadata" in document["checkpoints"][0]["complaint"]
 
 
 def test_ls_names_the_verb_for_checkpoints_that_it_does_not_list(
