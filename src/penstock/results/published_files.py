@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.errors import AccessRefused, ObjectNotFound, StorageError, UsageError
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.files.local_files import OF_SHELL, parse_json, read_document, replace_durably
 from penstock.storage.process_id import pid_exists
@@ -76,7 +76,25 @@ def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
         if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
             shutil.rmtree(leftover, ignore_errors=True)
     prefix = f".{target.name}.{os.getpid()}."
-    with TemporaryDirectory(prefix=prefix, dir=target.parent.absolute()) as folder:
-        draft = Path(folder) / "draft"
-        yield draft, Path(folder)
+    with (
+        TemporaryDirectory(prefix=prefix, dir=target.parent.absolute()) as name,
+        _held_folder(name) as folder,
+    ):
+        draft = folder / "draft"
+        yield draft, folder
         replace_durably(draft, target)
+
+
+@contextmanager
+def _held_folder(name: str) -> Iterator[Path]:
+    """Yield a path to this user's folder that leads to it even if another user puts something in its place.
+
+    Whoever may write to the folder around it may do that.
+    """
+    held = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(held).st_uid != os.geteuid():
+            raise AccessRefused("Another user has put a folder in the place of ours", uri=name)
+        yield Path(f"/proc/{os.getpid()}/fd/{held}")
+    finally:
+        os.close(held)

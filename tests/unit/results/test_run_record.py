@@ -448,6 +448,22 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     assert (tmp_path / "table").read_bytes() == b"whole"
 
 
+def test_a_folder_that_another_user_puts_in_the_place_of_the_scratch_folder_is_not_used(
+    tmp_path: Path,
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"kept")
+    with publishing(tmp_path / "table") as (draft, _):
+        (scratch,) = tmp_path.glob(".table.*")
+        scratch.rename(tmp_path / "moved")
+        scratch.mkdir()
+        (scratch / "draft").symlink_to(victim)
+        draft.write_bytes(b"whole")
+    assert victim.read_bytes() == b"kept"
+    assert (tmp_path / "table").read_bytes() == b"whole"
+    assert not (tmp_path / "table").is_symlink()
+
+
 def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path, "x.json", {"rate": float("nan")})
