@@ -154,7 +154,8 @@ def convert(
     refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_is_event_table)
     sources = tuple(map(_describe_source, files))
     with _explained(str(target)), publishing(target) as (draft, scratch), duckdb.connect() as connection:
-        gathered = GatheredEvents(scratch)
+        # Workers on other hosts know the folder by its name only.
+        gathered = GatheredEvents(scratch.resolve() if dask else scratch)
         accounts = read_events(files, gathered, progress=progress, where=where, threads=threads, dask=dask)
         if strict:
             refuse_damaged(accounts)
