@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.bench.own_loader.loader_watch import ProcessWatch, TorchWatch
+from penstock.bench.own_loader.loader_watch import ProcessWatch, TorchWatch, WorkerDeaths
 from penstock.bench.own_loader.own_loader_run import EpochLoop, OwnLoaderRequest, run_own_loader
 from penstock.bench.own_loader.user_code import DescribedLoader, SampleCounter
 from penstock.bench.recorded_run import EventsInMemory
@@ -293,7 +293,7 @@ def _iterate_measured(plant: Plant) -> tuple[int, int]:
             cpu_ns.append(time.thread_time_ns())
         return loaded_ns
 
-    with Meter() as progress, TorchWatch():
+    with Meter() as progress, WorkerDeaths() as deaths, TorchWatch(deaths):
         loop = EpochLoop(SoloComm(), EventsInMemory(), progress, consume, "fast")
         loop.count = SampleCounter(plant.batch or None)
         watch = ProcessWatch(loop.waited_ns)
